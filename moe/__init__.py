@@ -1,0 +1,1 @@
+"""What is computed: routers, losses, experts, the mixture layer, the transformer, kernels. One process, no ranks."""

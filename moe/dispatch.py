@@ -1,0 +1,33 @@
+"""The seam between one process and many: how tokens reach the experts, and how results come back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moe.routing import Routing
+
+
+class Dispatcher(Protocol):
+    """Takes tokens to the experts and back. The layer calls nothing else, so nothing else differs between layouts."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Rows that the experts of this process work on, and how those rows are routed among them."""
+        ...
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        """(T, D) outputs of this process' own tokens, from what the experts returned."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are here: `grouped_mlp` gathers its inputs and combines its outputs itself."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Nothing to move."""
+        return x_TD, routing
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        """Nothing to move back."""
+        return rows

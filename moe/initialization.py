@@ -1,0 +1,89 @@
+"""Parameter values as a function of (seed, name, expert, row block): independent of layout and of build order.
+
+A model is built without memory (on the meta device) and each process fills only the rows it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moe.config import ModelConfig, MoEConfig
+from moe.layer import Experts
+from moe.model import Transformer
+from moe.routers.threshold import ThresholdRouter
+
+# Rows drawn from one generator. A shard boundary inside a block would draw the block and keep a part.
+ROW_BLOCK = 128
+
+
+def build_model(
+    model: ModelConfig,
+    moe: MoEConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    compute_dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """Build and initialise a model."""
+    with torch.device("meta"):
+        transformer = Transformer(model, moe, compute_dtype)
+    transformer.to_empty(device=device)
+    initialize(transformer, seed)
+    return transformer
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int) -> None:
+    """Fill parameters and buffers.
+
+    Norms are 1. Matrices are normal with variance 1 / fan_in, so that activations keep their size at any width; those
+    that write to the residual stream are divided by sqrt(2 L) more (GPT-2). The embedding has variance 1 / D.
+    """
+    residual = 1 / math.sqrt(2 * model.config.layers)
+    for name, parameter in model.named_parameters():
+        leaf = name.rsplit(".", 2)
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        std = 1 / math.sqrt(parameter.shape[-1])
+        if leaf[-2:] in (["output", "weight"], ["down", "weight"]) or leaf[-1] == "w2_EDF":
+            std *= residual
+        _fill_normal(parameter, std, seed, name, by_expert=leaf[-1] in ("w13_E2FD", "w2_EDF"))
+    for module in model.modules():
+        if isinstance(module, ThresholdRouter):
+            module.reset_buffers()
+
+
+def _fill_normal(parameter: Tensor, std: float, seed: int, name: str, by_expert: bool) -> None:
+    """Draw each expert's rows, block by block, from a generator of their own."""
+    matrices = parameter.flatten(1, -2).unbind(0) if by_expert else (parameter,)
+    for expert, matrix in enumerate(matrices):
+        for block in range(0, matrix.shape[0], ROW_BLOCK):
+            rows = matrix[block : block + ROW_BLOCK]
+            generator = torch.Generator().manual_seed(_key(seed, name, expert, block // ROW_BLOCK))
+            rows.copy_(torch.randn(rows.shape, generator=generator) * std)
+
+
+def _key(*parts: object) -> int:
+    """A 63-bit seed from a tuple. Hashed, so that nearby tuples give unrelated streams."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """(all parameters, parameters that one token uses). The embedding table counts as used."""
+    total = sum(p.numel() for p in model.parameters())
+    idle = 0
+    for module in model.modules():
+        if isinstance(module, Experts):
+            num_experts = module.w13_E2FD.shape[0]
+            held = module.w13_E2FD.numel() + module.w2_EDF.numel()
+            idle += held - held // num_experts * _experts_per_token(model)
+    return total, total - idle
+
+
+def _experts_per_token(model: nn.Module) -> int:
+    assert isinstance(model, Transformer)
+    return model.moe_config.experts_per_token

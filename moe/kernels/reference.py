@@ -1,0 +1,31 @@
+"""The experts as a plain loop, for tests: every expert sees every token, and the routing only sets the weights.
+
+Shapes do not depend on the routing, so a matrix product cannot change its last bits when some other token is routed
+differently. That makes exact statements about causality testable.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.routing import Routing
+
+
+def grouped_mlp_reference(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
+    """See `moe.kernels.grouped_mlp`. Costs E / k times the arithmetic."""
+    weight_A = routing.weight_A if routing.weight_A is not None else torch.ones_like(x_TD[:, 0])
+    token_A = routing.token_A if routing.token_A is not None else torch.arange(x_TD.shape[0], device=x_TD.device)
+    position_A = torch.arange(token_A.shape[0], device=x_TD.device, dtype=torch.int32)
+    expert_A = torch.searchsorted(routing.offsets_E, position_A, right=True)
+    num_tokens, num_experts = x_TD.shape[0], routing.num_experts
+    weight_TE = weight_A.new_zeros(num_tokens * num_experts).index_add(0, token_A * num_experts + expert_A, weight_A)
+    y_TD = torch.zeros_like(x_TD)
+    for weight_T, w13_2FD, w2_DF in zip(
+        weight_TE.view(num_tokens, num_experts).unbind(1), w13_E2FD.unbind(0), w2_EDF.unbind(0), strict=True
+    ):
+        gate_FD, up_FD = w13_2FD.unbind(0)
+        out_TD = (F.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)) @ w2_DF.T
+        y_TD = y_TD + out_TD * weight_T.to(out_TD.dtype)[:, None]
+    return y_TD

@@ -1,0 +1,118 @@
+"""Experts from PyTorch's own grouped and batched products: the CPU path, and the fallback elsewhere.
+
+One autograd function does gather, both projections and combine, so that only the inputs and the pre-activation are
+kept for backward; the activation and the gathered rows are made again there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.routing import Routing
+
+
+def grouped_mlp_torch(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
+    """See `moe.kernels.grouped_mlp`."""
+    return _GroupedMLP.apply(
+        x_TD, w13_E2FD, w2_EDF, routing.weight_A, routing.token_A, routing.offsets_E, routing.capacity
+    )
+
+
+class Groups:
+    """Products of rows that come in one run per expert; equal runs take `bmm`, uneven ones `grouped_mm`."""
+
+    def __init__(self, offsets_E: Tensor, capacity: int | None) -> None:
+        self.offsets_E, self.capacity = offsets_E, capacity
+        self.num_experts = offsets_E.shape[0]
+
+    def rows_times(self, rows_AX: Tensor, weight_EXY: Tensor) -> Tensor:
+        """Each run times its expert's matrix: (A, X), (E, X, Y) -> (A, Y)."""
+        if self.capacity is None:
+            return F.grouped_mm(rows_AX, weight_EXY, offs=self.offsets_E)
+        rows_ECX = rows_AX.view(self.num_experts, self.capacity, -1)
+        return torch.bmm(rows_ECX, weight_EXY).view(rows_AX.shape[0], -1)
+
+    def outer(self, left_AX: Tensor, right_AY: Tensor) -> Tensor:
+        """Sum over each run of left times right: (A, X), (A, Y) -> (E, X, Y); zeros for an empty run."""
+        if self.capacity is None:
+            return F.grouped_mm(left_AX.T, right_AY, offs=self.offsets_E)
+        left_EXC = left_AX.view(self.num_experts, self.capacity, -1).transpose(1, 2)
+        return torch.bmm(left_EXC, right_AY.view(self.num_experts, self.capacity, -1))
+
+
+class Combine:
+    """Sums of rows by token in a fixed order: each token's assignments, lowest expert first."""
+
+    def __init__(self, token_A: Tensor, num_tokens: int) -> None:
+        self.order_A = token_A.argsort(stable=True)
+        self.start_T = torch.searchsorted(
+            token_A[self.order_A], torch.arange(num_tokens, device=token_A.device, dtype=token_A.dtype)
+        )
+
+    def __call__(self, rows_AD: Tensor, weight_A: Tensor | None = None) -> Tensor:
+        """(A, D) -> (T, D): the (weighted) sum of each token's rows, zeros where it has none."""
+        weight_A = None if weight_A is None else weight_A.index_select(0, self.order_A).to(rows_AD.dtype)
+        return F.embedding_bag(self.order_A, rows_AD, self.start_T, mode="sum", per_sample_weights=weight_A)
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        w13_E2FD: Tensor,
+        w2_EDF: Tensor,
+        weight_A: Tensor | None,
+        token_A: Tensor | None,
+        offsets_E: Tensor,
+        capacity: int | None,
+    ) -> Tensor:
+        groups = Groups(offsets_E, capacity)
+        combine = None if token_A is None else Combine(token_A, x_TD.shape[0])
+        rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
+        hidden_AH = groups.rows_times(rows_AD, w13_E2FD.flatten(1, 2).transpose(1, 2))
+        gate_AF, up_AF = hidden_AH.chunk(2, dim=1)
+        out_AD = groups.rows_times(F.silu(gate_AF).mul_(up_AF), w2_EDF.transpose(1, 2))
+        ctx.save_for_backward(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, hidden_AH)
+        ctx.groups, ctx.combine = groups, combine
+        if combine is not None:
+            return combine(out_AD, weight_A)
+        return out_AD if weight_A is None else out_AD * weight_A.to(out_AD.dtype)[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, w13_E2FD, w2_EDF, weight_A, token_A, hidden_AH = ctx.saved_tensors
+        groups, combine = ctx.groups, ctx.combine
+        (dy_TD,) = grads
+        rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
+        # grouped_mm refuses expanded gradients, as those of a plain sum are.
+        dout_AD = dy_TD.contiguous() if token_A is None else dy_TD.index_select(0, token_A)
+        gate_AF, up_AF = hidden_AH.chunk(2, dim=1)
+        sigmoid_AF = gate_AF.sigmoid()
+        silu_AF = gate_AF * sigmoid_AF
+        act_AF = silu_AF * up_AF
+
+        # <dout, out> = <dout W2, act>: the weight's gradient needs no second look at the outputs.
+        dact_AF = groups.rows_times(dout_AD, w2_EDF)
+        dweight_A = None
+        if weight_A is not None:
+            dweight_A = (dact_AF * act_AF).sum(1, dtype=torch.promote_types(dact_AF.dtype, torch.float32))
+            dweight_A = dweight_A.to(weight_A.dtype)
+            scale_A1 = weight_A.to(act_AF.dtype)[:, None]
+            act_AF *= scale_A1
+            dact_AF *= scale_A1
+        dw2_EDF = groups.outer(dout_AD, act_AF)
+
+        dhidden_AH = torch.empty_like(hidden_AH)
+        dgate_AF, dup_AF = dhidden_AH.chunk(2, dim=1)
+        torch.mul(dact_AF, silu_AF, out=dup_AF)
+        # d silu(g) / dg = sigmoid + silu * (1 - sigmoid)
+        torch.mul(dact_AF.mul_(up_AF), sigmoid_AF + silu_AF * (1 - sigmoid_AF), out=dgate_AF)
+        dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
+        drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
+        dx_TD = drows_AD if combine is None else combine(drows_AD)
+        return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None

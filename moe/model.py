@@ -1,0 +1,153 @@
+"""The decoder-only transformer, with experts in place of some feed-forwards."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.attention import Attention, KeyValueCache, attention_mask, rotary_rotation
+from moe.config import ModelConfig, MoEConfig
+from moe.layer import MoELayer
+from moe.modules import FeedForward, Linear, RMSNorm
+from moe.routing import RoutingContext
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each on a residual branch."""
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.width, model.norm_epsilon)
+        self.attention = Attention(model, index)
+        self.feed_forward_norm = RMSNorm(model.width, model.norm_epsilon)
+        self.feed_forward: MoELayer | FeedForward
+        if moe.is_moe and is_moe_layer(model, index):
+            self.feed_forward = MoELayer(moe, model.width, index)
+        else:
+            dense_width = model.feed_forward_width or moe.active_width
+            twin = is_moe_layer(model, index)  # where the mixture model has experts, its dense twin matches their width
+            self.feed_forward = FeedForward(model.width, moe.active_width if twin else dense_width)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        context: RoutingContext,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation, mask, cache)
+        normed_BSD = self.feed_forward_norm(x_BSD)
+        if isinstance(self.feed_forward, MoELayer):
+            return x_BSD + self.feed_forward(normed_BSD, context)
+        return x_BSD + self.feed_forward(normed_BSD)
+
+
+class Transformer(nn.Module):
+    """Token ids to logits.
+
+    Attributes:
+        compute_dtype: of activations and matrix products; parameters stay fp32. Router, norms' means and loss are
+            fp32 always.
+    """
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = model
+        self.moe_config = moe
+        self.compute_dtype = compute_dtype
+        self.embedding = nn.Embedding(model.vocabulary_size, model.width, _weight=None)
+        self.blocks = nn.ModuleList(Block(model, moe, index) for index in range(model.layers))
+        self.final_norm = RMSNorm(model.width, model.norm_epsilon)
+        self.head = None if model.tie_embeddings else Linear(model.width, model.vocabulary_size)
+
+    def moe_layers(self) -> list[MoELayer]:
+        """The mixture layers, first to last."""
+        return [b.feed_forward for b in self.blocks if isinstance(b, Block) and isinstance(b.feed_forward, MoELayer)]
+
+    def forward(
+        self,
+        token_BS: Tensor,
+        context: RoutingContext | None = None,
+        document_BS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Logits of every position.
+
+        Args:
+            token_BS: int64 ids.
+            context: routing mode, padding and normalisation; by default causal routing and no padding.
+            document_BS: document number of each position: attention stays within a document and positions restart at
+                its first token. None: one document a row.
+            cache: keys and values of earlier positions; the new ones are appended. Not with `document_BS`.
+
+        Returns:
+            (B, S, V) in `compute_dtype`.
+
+        Raises:
+            ValueError: if the cache is too small, or is used with documents.
+        """
+        batch, length = token_BS.shape
+        context = RoutingContext(batch, length) if context is None else context
+        device, dtype = token_BS.device, self.compute_dtype
+        valid_BS = context.valid_BS
+        if cache is not None:
+            if document_BS is not None:
+                raise ValueError("a key/value cache holds one document a row: give document_BS or a cache, not both")
+            if cache.length + length > cache.capacity:
+                raise ValueError(
+                    f"the cache has room for {cache.capacity} positions, {cache.length} are filled and {length} more "
+                    "were given: make a larger cache"
+                )
+            new_valid = True if valid_BS is None else valid_BS
+            cache.valid_BS[:, cache.length : cache.length + length] = new_valid
+        position_BS = positions(batch, length, device, document_BS, valid_BS, cache)
+        rotation = rotary_rotation(position_BS, self.config.resolved_head_dim, self.config.rope_base, dtype)
+        mask = attention_mask(batch, length, device, dtype, document_BS, valid_BS, cache)
+        x_BSD = F.embedding(token_BS, self.embedding.weight).to(dtype)
+        for block in self.blocks:
+            x_BSD = block(x_BSD, context, rotation, mask, cache)
+        if cache is not None:
+            cache.length += length
+        x_BSD = self.final_norm(x_BSD)
+        return F.linear(x_BSD, self.embedding.weight.to(dtype)) if self.head is None else self.head(x_BSD)
+
+    def after_step(self) -> None:
+        """Let every router update its balance state; call once after each optimizer step."""
+        for layer in self.moe_layers():
+            layer.router.after_step()
+
+
+def is_moe_layer(model: ModelConfig, index: int) -> bool:
+    """Whether block `index` has experts: not the first `dense_layers`, then every `moe_every`-th."""
+    after = index - model.dense_layers
+    return after >= 0 and after % model.moe_every == 0
+
+
+def positions(
+    batch: int,
+    length: int,
+    device: torch.device,
+    document_BS: Tensor | None,
+    valid_BS: Tensor | None,
+    cache: KeyValueCache | None,
+) -> Tensor:
+    """int64 (B, S) position of each token within its document, not counting padding on its left."""
+    if cache is not None:
+        counted_BS = cache.valid_BS[:, : cache.length + length].cumsum(1)
+        return (counted_BS[:, cache.length :] - 1).clamp_min(0)
+    if valid_BS is not None and document_BS is None:
+        return (valid_BS.cumsum(1) - 1).clamp_min(0)
+    index_BS = torch.arange(length, device=device).expand(batch, -1)
+    if document_BS is None:
+        return index_BS
+    starts_BS = torch.ones_like(document_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = document_BS[:, 1:] != document_BS[:, :-1]
+    return index_BS - torch.where(starts_BS, index_BS, 0).cummax(1).values
+
+
+def token_losses(logits_BSV: Tensor, label_BS: Tensor) -> Tensor:
+    """fp32 (B, S) negative log-likelihood in nats; 0 where the label is -100 (ignored)."""
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), label_BS.flatten(), reduction="none").view_as(label_BS)

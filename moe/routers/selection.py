@@ -1,0 +1,38 @@
+"""Selecting the largest, with ties broken the same way everywhere: the lowest index wins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def largest_per_row(values_XN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Indices of the `count` largest values along the last dimension, in rising order of index.
+
+    `torch.topk` does not say which of equal values it returns; here the lowest indices are kept. All shapes are
+    static and nothing synchronises with the host.
+
+    Args:
+        values_XN: finite values or -inf, any leading shape X.
+        count: how many, at most N.
+
+    Returns:
+        (index_XC int64, kth_X: the smallest value kept).
+    """
+    kth_X1 = values_XN.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above_XN = values_XN > kth_X1
+    tied_XN = values_XN == kth_X1
+    room_X1 = count - above_XN.sum(-1, keepdim=True)
+    kept_XN = above_XN | (tied_XN & (tied_XN.cumsum(-1) <= room_X1))
+    # The running count of kept entries is each one's slot; the others go to a spare slot that is cut off.
+    slot_XN = torch.where(kept_XN, kept_XN.cumsum(-1) - 1, count)
+    index_N = torch.arange(values_XN.shape[-1], device=values_XN.device)
+    index_XC = slot_XN.new_empty((*values_XN.shape[:-1], count + 1))
+    index_XC.scatter_(-1, slot_XN, index_N.expand_as(slot_XN))
+    return index_XC[..., :count], kth_X1.squeeze(-1)
+
+
+def top_k_mask(values_TE: Tensor, k: int) -> Tensor:
+    """bool (T, E): the k largest of each row; of equal values the lowest expert index."""
+    index_TK = values_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return torch.zeros_like(values_TE, dtype=torch.bool).scatter_(1, index_TK, True)
