@@ -54,7 +54,7 @@ class ModelConfig:
     """The first so many layers have a dense feed-forward in place of experts."""
     moe_every: int = 1
     """After the dense layers, every n-th layer has experts and the others are dense."""
-    tie_embeddings: bool = True
+    tie_embeddings: bool = False
     """Use the embedding matrix as the output head too."""
     rope_base: float = 10000.0
     """Base of the rotary position embedding (RoFormer, eq. 15)."""

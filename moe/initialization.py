@@ -40,7 +40,8 @@ def initialize(model: Transformer, seed: int) -> None:
     """Fill parameters and buffers.
 
     Norms are 1. Matrices are normal with variance 1 / fan_in, so that activations keep their size at any width; those
-    that write to the residual stream are divided by sqrt(2 L) more (GPT-2). The embedding has variance 1 / D.
+    that write to the residual stream are divided by sqrt(2 L) more (GPT-2). An embedding of its own has variance 1, so
+    that the blocks' first outputs do not drown the token they are about; a tied one has the head's 1 / D.
     """
     residual = 1 / math.sqrt(2 * model.config.layers)
     for name, parameter in model.named_parameters():
@@ -49,7 +50,9 @@ def initialize(model: Transformer, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         std = 1 / math.sqrt(parameter.shape[-1])
-        if leaf[-2:] in (["output", "weight"], ["down", "weight"]) or leaf[-1] == "w2_EDF":
+        if name == "embedding.weight" and model.head is not None:
+            std = 1.0
+        elif leaf[-2:] in (["output", "weight"], ["down", "weight"]) or leaf[-1] == "w2_EDF":
             std *= residual
         _fill_normal(parameter, std, seed, name, by_expert=leaf[-1] in ("w13_E2FD", "w2_EDF"))
     for module in model.modules():

@@ -1,0 +1,44 @@
+"""Files that appear complete or not at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable, where the system supports it."""
+    if os.name == "nt":  # a folder cannot be opened there
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Give the finished file `temporary` its final name, replacing what was there."""
+    os.replace(temporary, final)
+    sync_folder(final.parent)
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path` and rename it to `path` on success.
+
+    The temporary name is in the same folder because a rename is atomic only
+    within one file system. An exception removes the temporary file; a kill
+    leaves it, but never a file named `path`.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        commit(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,239 @@
+"""Steps to tensors: training batches, and the windows of the held-out split.
+
+A row is a window of S+1 tokens of one domain: the first S are inputs and the
+last S are labels. Consecutive windows of a domain share one token, so each
+token but the domain's first is a label once in a pass (a last part shorter than
+a window is left out of training; it is in the held-out windows).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.corpus import Corpus
+from data.errors import DataError
+from data.order import SampleOrder
+
+IGNORED_LABEL = -100  # what torch's cross-entropy ignores by default
+
+
+class Batch(NamedTuple):
+    """Rows of one step's global batch.
+
+    Attributes:
+        token_BS: int64 inputs.
+        label_BS: int64, the token after each input.
+        domain_B: int64, each row's position in `corpus.domains`.
+    """
+
+    token_BS: Tensor
+    label_BS: Tensor
+    domain_B: Tensor
+
+
+class HeldoutBatch(NamedTuple):
+    """Rows of one domain's held-out tokens, in order.
+
+    Attributes:
+        domain: its name.
+        token_BS: int64 inputs; padding is the end-of-text id.
+        label_BS: int64 labels; padding is -100.
+        valid_BS: bool, False on padding.
+    """
+
+    domain: str
+    token_BS: Tensor
+    label_BS: Tensor
+    valid_BS: Tensor
+
+
+class Batches:
+    """The global batch of every step, as a function of (seed, step).
+
+    Any process can read any rows of any step, so data-parallel ranks read only
+    their own, and a resumed run of another layout goes on with the same samples.
+
+    Attributes:
+        domain_counts: samples of each domain in every 1,024 consecutive samples
+            that start at a multiple of 1,024.
+        windows_per_domain: windows of each domain in one pass over it.
+    """
+
+    domain_counts: dict[str, int]
+    windows_per_domain: dict[str, int]
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        sequence_length: int,
+        batch_sequences: int,
+        seed: int,
+        mixture_exponent: float = 0.5,
+    ) -> None:
+        """Plan the batches.
+
+        Args:
+            corpus: an open corpus; its train split is read.
+            sequence_length: S, tokens in a row.
+            batch_sequences: rows of a global batch.
+            seed: of the order, an integer >= 0.
+            mixture_exponent: a domain is drawn in proportion to tokens ** exponent:
+                1 is by size, 0 is equally often.
+
+        Raises:
+            DataError: the corpus is too small, or an argument is out of range.
+        """
+        _require_positive("sequence_length", sequence_length)
+        _require_positive("batch_sequences", batch_sequences)
+        if not 0 <= mixture_exponent <= 10:
+            raise DataError(f"mixture_exponent is {mixture_exponent}; allowed are 0 to 10")
+        self.sequence_length = sequence_length
+        self.batch_sequences = batch_sequences
+        self._tokens = [corpus.tokens("train", domain) for domain in corpus.domains]
+        windows = [_windows(token_N, sequence_length) for token_N in self._tokens]
+        _require_enough(corpus, windows, sequence_length, batch_sequences)
+        weights = [float(len(token_N)) ** mixture_exponent for token_N in self._tokens]
+        self._order = SampleOrder(windows, weights, seed)
+        self.domain_counts = dict(zip(corpus.domains, self._order.block_counts, strict=True))
+        self.windows_per_domain = dict(zip(corpus.domains, windows, strict=True))
+
+    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
+        """Read rows [start, stop) of the global batch of `step`.
+
+        Args:
+            step: 0 and up; steps never run out, the data are passed over again.
+            start: first row.
+            stop: row after the last; None is `batch_sequences`.
+
+        Raises:
+            DataError: rows outside the batch, or a negative step.
+        """
+        stop = self.batch_sequences if stop is None else stop
+        if not 0 <= start <= stop <= self.batch_sequences:
+            raise DataError(
+                f"rows [{start}, {stop}) were asked for; a batch has rows "
+                f"[0, {self.batch_sequences})"
+            )
+        if step < 0:
+            raise DataError(f"the step is {step}; allowed are 0 and up")
+        window_BS = np.empty((stop - start, self.sequence_length + 1), dtype=np.int64)
+        domain_B = np.empty(stop - start, dtype=np.int64)
+        for row in range(stop - start):
+            domain, window = self._order.locate(step * self.batch_sequences + start + row)
+            first = window * self.sequence_length
+            window_BS[row] = self._tokens[domain][first : first + self.sequence_length + 1]
+            domain_B[row] = domain
+        # Contiguous copies: a view of S of S+1 columns could not be reshaped to T.
+        return Batch(
+            torch.from_numpy(window_BS[:, :-1].copy()),
+            torch.from_numpy(window_BS[:, 1:].copy()),
+            torch.from_numpy(domain_B),
+        )
+
+    def passes(self, step: int) -> dict[str, float]:
+        """Give how often each domain has been passed over before `step` (exact to a block)."""
+        blocks = step * self.batch_sequences / sum(self.domain_counts.values())
+        return {
+            domain: blocks * count / max(self.windows_per_domain[domain], 1)
+            for domain, count in self.domain_counts.items()
+        }
+
+
+def heldout_windows(
+    corpus: Corpus,
+    sequence_length: int,
+    batch_sequences: int = 8,
+    max_tokens: int | None = None,
+) -> Iterator[HeldoutBatch]:
+    """Yield the held-out split domain by domain, always in the same order.
+
+    Each held-out token is a label exactly once: each text token is predicted from
+    what precedes it in its document, and each marker from the document that it
+    ends. (The domain's first marker ends nothing; the marker after its last
+    document is a label in its place.) All batches have the same shape: the last
+    ones of a domain are padded, with whole rows where needed.
+
+    Args:
+        corpus: an open corpus.
+        sequence_length: S.
+        batch_sequences: B, the rows of every batch.
+        max_tokens: stop a domain after this many labels; None reads all.
+
+    Raises:
+        DataError: an argument is not positive, or the corpus holds nothing out.
+    """
+    _require_positive("sequence_length", sequence_length)
+    _require_positive("batch_sequences", batch_sequences)
+    if max_tokens is not None:
+        _require_positive("max_tokens", max_tokens)
+    if not any(len(corpus.tokens("heldout", domain)) for domain in corpus.domains):
+        raise DataError(
+            f"{corpus.folder} holds nothing out; build it with --heldout-fraction above 0"
+        )
+    return _heldout_windows(corpus, sequence_length, batch_sequences, max_tokens)
+
+
+def _heldout_windows(
+    corpus: Corpus, sequence_length: int, batch_sequences: int, max_tokens: int | None
+) -> Iterator[HeldoutBatch]:
+    end_of_text = corpus.tokenizer.end_of_text
+    shape = (batch_sequences, sequence_length)
+    for domain in corpus.domains:
+        token_N = corpus.tokens("heldout", domain)
+        total = len(token_N) if max_tokens is None else min(len(token_N), max_tokens)
+        for first in range(0, total, batch_sequences * sequence_length):
+            last = min(first + batch_sequences * sequence_length, total)
+            count = last - first
+            token_T = np.full(batch_sequences * sequence_length, end_of_text, dtype=np.int64)
+            label_T = np.full_like(token_T, IGNORED_LABEL)
+            token_T[:count] = token_N[first:last]
+            label_T[:count] = end_of_text  # stays where the domain ends
+            following = token_N[first + 1 : last + 1]
+            label_T[: len(following)] = following
+            label_BS = torch.from_numpy(label_T.reshape(shape))
+            yield HeldoutBatch(
+                domain,
+                torch.from_numpy(token_T.reshape(shape)),
+                label_BS,
+                label_BS != IGNORED_LABEL,
+            )
+
+
+def document_numbers(token_BS: Tensor, end_of_text: int) -> Tensor:
+    """Number the documents in each row: int64 (B, S), the markers met so far.
+
+    A marker starts its document, so it already has the new number; what precedes
+    the row's first marker has number 0. Attention between tokens of equal number
+    stays within a document.
+    """
+    return (token_BS == end_of_text).cumsum(dim=1)
+
+
+def _windows(token_N: np.ndarray, sequence_length: int) -> int:
+    return max(len(token_N) - 1, 0) // sequence_length
+
+
+def _require_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{name} is {value!r}; allowed are integers >= 1")
+
+
+def _require_enough(
+    corpus: Corpus, windows: list[int], sequence_length: int, batch_sequences: int
+) -> None:
+    for domain, count in zip(corpus.domains, windows, strict=True):
+        if count == 0:
+            raise DataError(
+                f'the domain "{domain}" has {len(corpus.tokens("train", domain)):,} training '
+                f"tokens, fewer than one window of {sequence_length + 1:,}; shorten the sequence, "
+                "add text, or leave the domain out"
+            )
+    if sum(windows) < batch_sequences:
+        raise DataError(
+            f"the corpus has {sum(windows):,} windows of {sequence_length + 1:,} tokens, fewer "
+            f"than one batch of {batch_sequences:,}; use a smaller batch, a shorter sequence, or "
+            "more text"
+        )

@@ -1,0 +1,1 @@
+"""What came out: likelihood under causal routing, baselines, routing metrics, generation, reports."""

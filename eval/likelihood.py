@@ -1,0 +1,314 @@
+"""Held-out likelihood. Sums first, divisions last, in float64.
+
+Every figure is causal unless it says otherwise: `mode="causal"` routes by thresholds (expert choice) and drops no
+token. `mode="train_router"` measures the training router on the same text; where that router sees later tokens its
+figure is no likelihood of anything and must never be reported as a result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batches import document_numbers, heldout_windows
+from data.corpus import Corpus
+from eval.routing_recorder import RoutingRecorder
+from moe.model import Transformer, token_losses
+from moe.routing import RoutingContext
+from training.config import Config
+
+Mode = Literal["causal", "train_router"]
+MOST_ROWS = 16
+LOGITS = 1 << 26  # logits of one forward pass at most, where one row does not need more: 256 MiB in fp32
+
+
+class Windows(Protocol):
+    """Rows of one domain, as `data.batches.heldout_windows` yields them."""
+
+    @property
+    def domain(self) -> str: ...
+    @property
+    def token_BS(self) -> Tensor: ...
+    @property
+    def label_BS(self) -> Tensor: ...
+    @property
+    def valid_BS(self) -> Tensor: ...
+
+
+class MixedWindows(NamedTuple):
+    """Rows of any domains.
+
+    Attributes:
+        domains: each row's domain.
+        token_BS: int64 inputs.
+        label_BS: int64 labels, -100 at padding.
+        valid_BS: bool, False at padding.
+    """
+
+    domains: list[str]
+    token_BS: Tensor
+    label_BS: Tensor
+    valid_BS: Tensor
+
+
+@dataclass
+class Likelihood:
+    """Sums over tokens, and the ratios that are quoted.
+
+    Attributes:
+        nats: summed negative log-likelihood; inf if a token had probability 0.
+        tokens: labels scored, end-of-document markers included.
+        bytes: UTF-8 bytes that the labels stand for; a marker stands for none.
+    """
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Likelihood) -> Likelihood:
+        return Likelihood(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean negative log-likelihood of a token."""
+        return self.nats / _require_some(self.tokens, "tokens")
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits to encode one byte of text: comparable between tokenizers."""
+        return self.nats / math.log(2) / _require_some(self.bytes, "bytes of text")
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats per token); inf where that overflows (from about 709 nats)."""
+        try:
+            return math.exp(self.nats_per_token)
+        except OverflowError:
+            return math.inf
+
+
+@dataclass
+class Scores:
+    """Likelihoods by domain, and over all of them.
+
+    Attributes:
+        domains: of the domains that have held-out tokens, in corpus order.
+        skipped_rows: rows that were left out (only with `mode="train_router"`).
+        skipped_tokens: labels in them.
+    """
+
+    domains: dict[str, Likelihood] = field(default_factory=dict)
+    skipped_rows: int = 0
+    skipped_tokens: int = 0
+
+    @property
+    def total(self) -> Likelihood:
+        """Sums over all domains: large domains count for more."""
+        return sum(self.domains.values(), Likelihood())
+
+    @property
+    def nats_per_token(self) -> float:
+        """Of all tokens together."""
+        return self.total.nats_per_token
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of all bytes together."""
+        return self.total.bits_per_byte
+
+    @property
+    def mean_bits_per_byte(self) -> float:
+        """Mean over domains of their bits per byte: every domain counts alike."""
+        values = [likelihood.bits_per_byte for likelihood in self.domains.values()]
+        return math.fsum(values) / _require_some(len(values), "domains")
+
+
+def evaluate(
+    model: Transformer,
+    corpus: Corpus,
+    config: Config,
+    tokens: int | None = None,
+    mode: Mode = "causal",
+    recorder: RoutingRecorder | None = None,
+) -> Scores:
+    """Score the held-out split of a run's corpus, in windows of the length the run was trained with.
+
+    Args:
+        model: of the run.
+        corpus: of the run.
+        config: of the run: sequence length, and whether attention stays within documents.
+        tokens: labels of each domain at most; None reads all.
+        mode: "causal", the honest figure, or "train_router".
+        recorder: shown every routing.
+
+    Raises:
+        ValueError: there is nothing to score, or the model's output is not a number.
+    """
+    length = config.training.sequence_length
+    rows = max(1, min(MOST_ROWS, LOGITS // (length * config.model.vocabulary_size)))
+    end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
+    batches = heldout_windows(corpus, length, rows, tokens)
+    return evaluate_windows(model, batches, corpus.tokenizer.token_bytes_V, end_of_text, mode, recorder)
+
+
+def evaluate_windows(
+    model: Transformer,
+    batches: Iterable[Windows],
+    token_bytes_V: np.ndarray,
+    end_of_text: int | None = None,
+    mode: Mode = "causal",
+    recorder: RoutingRecorder | None = None,
+) -> Scores:
+    """Score held-out windows with a model.
+
+    The result does not depend on the batch size or on padding, except through floating-point rounding (a score within
+    rounding of its cutoff may be routed otherwise). With `mode="train_router"` rows are mixed over domains and
+    regrouped as the router needs them; rows that hold padding or do not fill a routing group are skipped and counted.
+
+    Args:
+        model: on any device.
+        batches: rows of one domain each, such as `heldout_windows` yields.
+        token_bytes_V: bytes of each id.
+        end_of_text: id that starts a document, when attention is to stay within documents; None lets it cross them.
+            Give what the model was trained with.
+        mode: "causal", the honest figure, or "train_router".
+        recorder: told which domains the rows have, and shown every routing.
+
+    Raises:
+        ValueError: there is nothing to score, or the model's output is not a number.
+    """
+    skipped = _Skipped()
+    rows: Iterable[MixedWindows] = (_mixed(batch) for batch in batches)
+    if mode == "train_router":
+        rows = _as_in_training(rows, model.moe_config.group_sequences if model.moe_config.is_moe else 1, skipped)
+
+    def nats(windows: MixedWindows) -> np.ndarray:
+        return model_nats(model, windows, end_of_text, mode, recorder)
+
+    scores = score(rows, nats, token_bytes_V)
+    scores.skipped_rows, scores.skipped_tokens = skipped.rows, skipped.tokens
+    return scores
+
+
+def score(
+    rows: Iterable[MixedWindows | Windows],
+    nats: Callable[[MixedWindows], np.ndarray],
+    token_bytes_V: np.ndarray,
+) -> Scores:
+    """Sum the negative log-likelihoods that `nats` gives, by domain.
+
+    Args:
+        rows: batches of rows.
+        nats: float64 (B, S) negative log-likelihood of each label of a batch; what it gives where the label is -100
+            does not count.
+        token_bytes_V: bytes of each id.
+
+    Raises:
+        ValueError: there is nothing to score, or a value is not a number.
+    """
+    scores = Scores()
+    for batch in rows:
+        if not isinstance(batch, MixedWindows):
+            batch = _mixed(batch)
+        label_BS = batch.label_BS.numpy()
+        kept_BS = label_BS >= 0
+        if not kept_BS.any():
+            continue
+        nats_BS = np.where(kept_BS, nats(batch), 0.0)
+        if np.isnan(nats_BS).any():
+            raise ValueError(
+                "the model's log-likelihood is not a number (nan): its parameters or activations have overflowed; "
+                "evaluate an earlier checkpoint, and train with a lower learning rate"
+            )
+        byte_BS = np.where(kept_BS, np.asarray(token_bytes_V, dtype=np.int64)[np.maximum(label_BS, 0)], 0)
+        for row, domain in enumerate(batch.domains):
+            tokens = int(kept_BS[row].sum())
+            if tokens:
+                found = Likelihood(float(nats_BS[row].sum()), tokens, int(byte_BS[row].sum()))
+                scores.domains[domain] = scores.domains.get(domain, Likelihood()) + found
+    if not scores.domains:
+        raise ValueError("there is no held-out token to score: hold more text out, or skip fewer rows")
+    return scores
+
+
+@torch.no_grad()
+def model_nats(
+    model: Transformer,
+    windows: MixedWindows,
+    end_of_text: int | None = None,
+    mode: Mode = "causal",
+    recorder: RoutingRecorder | None = None,
+) -> np.ndarray:
+    """float64 (B, S) negative log-likelihood in nats of each label; 0 where the label is -100.
+
+    Args:
+        model: on any device.
+        windows: the rows.
+        end_of_text: see `evaluate_windows`.
+        mode: see `evaluate_windows`.
+        recorder: see `evaluate_windows`.
+    """
+    device = model.embedding.weight.device
+    token_BS, label_BS = windows.token_BS.to(device), windows.label_BS.to(device)
+    # Without padding no mask is needed, which is quicker.
+    valid_BS = None if bool(windows.valid_BS.all()) else windows.valid_BS.to(device)
+    context = RoutingContext(len(token_BS), token_BS.shape[1], valid_BS=valid_BS, mode=mode)
+    if recorder is not None:
+        recorder.start(windows.domains)
+        context.observe = recorder
+    document_BS = None if end_of_text is None else document_numbers(token_BS, end_of_text)
+    logits_BSV = model(token_BS, context, document_BS)
+    return token_losses(logits_BSV, label_BS).double().cpu().numpy()
+
+
+def _mixed(batch: Windows) -> MixedWindows:
+    return MixedWindows([batch.domain] * len(batch.token_BS), batch.token_BS, batch.label_BS, batch.valid_BS)
+
+
+@dataclass
+class _Skipped:
+    rows: int = 0
+    tokens: int = 0
+
+
+def _as_in_training(rows: Iterable[MixedWindows], group_sequences: int, skipped: _Skipped) -> Iterator[MixedWindows]:
+    """Batches of whole routing groups whose rows are mixed over domains, as training mixes them.
+
+    A group of one domain only would make the experts of that domain full and the others idle, which the router never
+    met in training.
+    """
+    domains: list[str] = []
+    kept: list[MixedWindows] = []
+    for batch in rows:
+        whole_B = batch.valid_BS.all(1) & (batch.label_BS >= 0).all(1)
+        partial_B = (batch.label_BS >= 0).any(1) & ~whole_B
+        skipped.rows += int(partial_B.sum())
+        skipped.tokens += int((batch.label_BS[partial_B] >= 0).sum())
+        domains += [domain for domain, whole in zip(batch.domains, whole_B.tolist(), strict=True) if whole]
+        kept.append(MixedWindows([], batch.token_BS[whole_B], batch.label_BS[whole_B], batch.valid_BS[whole_B]))
+    if not domains:
+        return
+    token_RS, label_RS = torch.cat([k.token_BS for k in kept]), torch.cat([k.label_BS for k in kept])
+    order_R = np.random.default_rng(0).permutation(len(domains))
+    used = len(domains) // group_sequences * group_sequences
+    skipped.rows += len(domains) - used
+    skipped.tokens += int((label_RS[order_R[used:]] >= 0).sum())
+    step = group_sequences * max(1, 8 // group_sequences)
+    for first in range(0, used, step):
+        index_B = order_R[first : min(first + step, used)]
+        token_BS = token_RS[index_B]
+        yield MixedWindows(
+            [domains[row] for row in index_B], token_BS, label_RS[index_B], torch.ones_like(token_BS, dtype=torch.bool)
+        )
+
+
+def _require_some(count: int, what: str) -> int:
+    if count == 0:
+        raise ValueError(f"there are no {what} to divide by: hold more text out")
+    return count

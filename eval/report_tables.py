@@ -1,0 +1,174 @@
+"""The tables of a report, as text cells: printed with rich and written as Markdown from one source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        title: above it.
+        columns: heads; the first column names the row.
+        rows: cells.
+        note: below it.
+        text_columns: further columns of words, aligned to the left.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+    text_columns: tuple[str, ...] = ()
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """The tables of a report from `scoreboard.compute`."""
+    found = [_scores(report)]
+    if report["noncausal"] is not None:
+        found.append(_noncausal(report))
+    if report["routing"] is not None:
+        found += [_load(report["routing"]), _specialisation(report["routing"])]
+    return found
+
+
+def markdown(report: dict[str, Any], files: Sequence[str]) -> str:
+    """The report as Markdown, with the figures among `files` shown."""
+    lines = [f"# Report of {report['run']}", ""]
+    for table in tables(report):
+        lines += [f"## {table.title}", ""]
+        lines.append("| " + " | ".join(_escape(column) for column in table.columns) + " |")
+        lines.append("|" + "---|" * len(table.columns))
+        lines += ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in table.rows]
+        lines += ["", *([table.note, ""] if table.note else [])]
+    lines += [f"![{name.removesuffix('.png')}]({name})" for name in files if name.endswith(".png")]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _scores(report: dict[str, Any]) -> Table:
+    scores = report["scores"]
+    model = scores["model"]
+
+    def row(name: str, part: Any) -> tuple[str, ...]:
+        values = [part(scores[key]) for key in ("model", "bigram", "unigram")]
+        own = values[0]
+        return (
+            name,
+            *(_number(value["bits_per_byte"], 4) for value in values),
+            _number(own["nats_per_token"], 4),
+            f"{own['tokens']:,}",
+            f"{own['bytes']:,}",
+        )
+
+    rows = [row(name, lambda s, name=name: s["domains"][name]) for name in model["domains"]]
+    means = [scores[key]["mean_over_domains_bits_per_byte"] for key in ("model", "bigram", "unigram")]
+    rows.append(row("all bytes (total)", lambda s: s["total"]))
+    rows.append(("all domains alike (mean)", *(_number(mean, 4) for mean in means), "", "", ""))
+    return Table(
+        f"Held-out bits per byte, causal routing: {report['run']} at step {report['step']:,} of "
+        f"{report['steps_planned']:,}",
+        ("domain", "model", "bigram", "unigram", "model nats/token", "tokens", "bytes"),
+        rows,
+        f"At most {report['heldout_tokens_per_domain_limit']:,} held-out tokens of a domain. Unigram and bigram "
+        f"(Kneser-Ney) are fitted on the windows of the {report['tokens_consumed']:,} tokens that the run consumed. "
+        "Lower is better.",
+    )
+
+
+def _noncausal(report: dict[str, Any]) -> Table:
+    noncausal, total = report["noncausal"], report["scores"]["model"]["total"]
+    skipped = ""
+    if noncausal["skipped_rows"]:
+        skipped = (
+            f" {noncausal['skipped_rows']} rows ({noncausal['skipped_tokens']:,} tokens) that do not fill a routing "
+            "group are left out."
+        )
+    return Table(
+        "NOT causal, never a result: the training router on the same text",
+        ("routing", "bits per byte", "nats/token"),
+        [
+            ("training router (sees later tokens)", *_two(noncausal)),
+            ("causal, for comparison", *_two(total)),
+        ],
+        "The difference is what the router learns from later tokens together with the mismatch between the two "
+        f"routers; it is not the leak alone.{skipped}",
+    )
+
+
+def _load(routing: dict[str, Any]) -> Table:
+    in_training = "MaxVio in training"
+    rows = [
+        (
+            str(layer["layer"]),
+            _number(layer["max_violation_global"], 3),
+            _number(layer["max_violation_training"], 3),
+            _number(layer["load_entropy"], 4),
+            _number(layer["experts_per_token"], 3),
+            _percent(layer["zero_expert_fraction"]),
+            f"{layer['decisions_near_cutoff']:,}",
+        )
+        for layer in routing["layers"]
+    ]
+    note = (
+        f"{routing['experts']} experts, {routing['experts_per_token_configured']} a token configured. MaxVio is the "
+        "largest load over the mean load, less 1 (0: balanced), of all held-out tokens together. Entropy is of the "
+        "load, over ln E (1: balanced). If experts took tokens independently, "
+        f"{_percent(routing['zero_expert_fraction_if_independent'])} of tokens would have none. Near cutoff: (token, "
+        "expert) decisions within 1e-5 of going the other way."
+    )
+    if routing["training_steps"] is not None:
+        first, last = routing["training_steps"]
+        note += f" In training: mean over recorded steps {first:,} to {last:,} ({routing['training_phase']} phase)."
+    columns = ("layer", "MaxVio", in_training, "load entropy", "experts/token", "without expert", "near cutoff")
+    return Table("Load of the experts, held-out text, causal routing", columns, rows, note)
+
+
+def _specialisation(routing: dict[str, Any]) -> Table:
+    rows = []
+    for layer in routing["layers"]:
+        found, limit = layer["mutual_information_bits"], layer["mutual_information_null_95"]
+        beyond = MISSING if found is None or limit is None else "yes" if found > limit else "no"
+        pairs = [f"{p['domain']} {p['expert']} ({p['ratio']:.1f}x)" for p in layer["strongest"]]
+        rows.append(
+            (
+                str(layer["layer"]),
+                _number(found, 4),
+                _number(layer["mutual_information_null_mean"], 4),
+                _number(limit, 4),
+                beyond,
+                ", ".join(pairs) or MISSING,
+            )
+        )
+    return Table(
+        "Specialisation: information between domain and expert, in bits an assignment",
+        ("layer", "information", "null mean", "null 95%", "beyond null", "most particular expert of each domain"),
+        rows,
+        "The null deals the domains to whole rows at random. Last column: the expert whose share of the domain's tokens "
+        "most exceeds its mean over domains, and how many times.",
+        ("beyond null", "most particular expert of each domain"),
+    )
+
+
+def _two(values: dict[str, Any]) -> tuple[str, str]:
+    return _number(values["bits_per_byte"], 4), _number(values["nats_per_token"], 4)
+
+
+def _number(value: Any, digits: int) -> str:
+    """Fixed digits; missing values and infinities as words."""
+    if value is None:
+        return MISSING
+    return value if isinstance(value, str) else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.1f}%"
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")

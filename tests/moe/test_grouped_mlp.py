@@ -1,0 +1,130 @@
+"""`grouped_mlp` on its own: rows already in expert order, missing weights, poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.kernels import BACKENDS, grouped_mlp
+from moe.routing import Routing, routing_from_mask
+from tests.moe import oracle
+from tests.moe.helpers import relative_error
+
+D, E, F = 24, 5, 16
+
+
+def experts() -> tuple[Tensor, Tensor]:
+    return torch.randn(E, 2, F, D).mul_(0.3).requires_grad_(), torch.randn(E, D, F).mul_(0.3).requires_grad_()
+
+
+def ordered(counts: list[int], weighted: bool, capacity: int | None) -> Routing:
+    """Rows that stand in expert order already."""
+    offsets_E = torch.tensor(counts).cumsum(0).to(torch.int32)
+    weight_A = torch.rand(sum(counts), requires_grad=True) if weighted else None
+    return Routing(None, offsets_E, weight_A, sum(counts), capacity)
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("counts", "capacity"), [([3, 0, 4, 1, 0], None), ([0, 0, 0, 0, 7], None), ([3] * 5, 3)])
+def test_rows_in_expert_order_keep_their_order(
+    backend: str, weighted: bool, counts: list[int], capacity: int | None
+) -> None:
+    """What an all-to-all dispatcher hands over: row i belongs to the run it lies in; weights may be missing."""
+    routing = ordered(counts, weighted, capacity)
+    (w13_E2FD, w2_EDF), rows = experts(), torch.randn(sum(counts), D, requires_grad=True)
+    inputs = [rows, w13_E2FD, w2_EDF] + ([routing.weight_A] if weighted else [])
+    out = grouped_mlp(rows, w13_E2FD, w2_EDF, routing, backend)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad((out * upstream).sum(), inputs)
+
+    copies = [t.detach().double().requires_grad_() for t in inputs]
+    expert_A = [e for e, count in enumerate(counts) for _ in range(count)]
+    one = torch.ones(sum(counts), dtype=torch.float64)
+    weight_A = copies[3] if weighted else one
+    loop = torch.stack(
+        [
+            weight_A[a] * oracle.swiglu(copies[0][a], copies[1][e, 0], copies[1][e, 1], copies[2][e])
+            for a, e in enumerate(expert_A)
+        ]
+    )
+    expected = torch.autograd.grad((loop * upstream.double()).sum(), copies)
+    assert relative_error(out, loop) < 1e-5
+    for actual, wanted in zip(found, expected, strict=True):
+        assert relative_error(actual, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_row_that_nobody_takes_may_hold_nan(ragged: bool) -> None:
+    """Poisoned unrouted rows give 0, no gradient, and touch no expert. (`reference` visits every row; it may not.)"""
+    mask_TE = torch.zeros(9, E, dtype=torch.bool)
+    mask_TE[[0, 2, 3, 5, 8], [0, 1, 2, 3, 4]] = True
+    if ragged:
+        mask_TE[3, 0] = mask_TE[8, 0] = True
+    scores_TE = torch.rand(9, E)
+    routing = routing_from_mask(mask_TE, scores_TE, scores_TE)
+    routing.capacity = None if ragged else 1
+    x_TD = torch.randn(9, D)
+    x_TD[[1, 4, 6, 7]] = torch.nan
+    x_TD.requires_grad_()
+    w13_E2FD, w2_EDF = experts()
+    y_TD = grouped_mlp(x_TD, w13_E2FD, w2_EDF, routing, "torch")
+    y_TD.sum().backward()
+    assert y_TD[[1, 4, 6, 7]].eq(0).all() and x_TD.grad[[1, 4, 6, 7]].eq(0).all()
+    for tensor in (y_TD, x_TD.grad, w13_E2FD.grad, w2_EDF.grad):
+        assert tensor.isfinite().all() and tensor.abs().sum() > 0
+
+
+def test_known_and_unknown_capacity_agree() -> None:
+    """Equal runs give the same through `bmm` as through the ragged product."""
+    mask_TE = torch.zeros(10, E, dtype=torch.bool)
+    for e in range(E):
+        mask_TE[torch.randperm(10)[:4], e] = True
+    scores_TE, (w13_E2FD, w2_EDF), x_TD = torch.rand(10, E), experts(), torch.randn(10, D, requires_grad=True)
+    found = []
+    for capacity in (None, 4):
+        routing = routing_from_mask(mask_TE, scores_TE, scores_TE)
+        routing.capacity = capacity
+        y_TD = grouped_mlp(x_TD, w13_E2FD, w2_EDF, routing, "torch")
+        found.append((y_TD, *torch.autograd.grad(y_TD.square().sum(), [x_TD, w13_E2FD, w2_EDF])))
+    for ragged, static in zip(*found, strict=True):
+        assert relative_error(ragged, static) < 1e-6
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_repeats_are_bit_equal(backend: str) -> None:
+    """A token in several experts is summed in a fixed order: three runs, forward and backward, are identical."""
+    mask_TE = torch.rand(40, E) > 0.4
+    scores_TE = torch.rand(40, E)
+    (w13_E2FD, w2_EDF), x_TD = experts(), torch.randn(40, D, requires_grad=True)
+    runs = []
+    for _ in range(3):
+        y_TD = grouped_mlp(x_TD, w13_E2FD, w2_EDF, routing_from_mask(mask_TE, scores_TE, scores_TE), backend)
+        runs.append((y_TD, *torch.autograd.grad(y_TD.square().sum(), [x_TD, w13_E2FD, w2_EDF])))
+    for other in runs[1:]:
+        assert all(a.equal(b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_summed_output_is_backpropagated_like_any_other(backend: str) -> None:
+    """`y.sum()` hands back an expanded gradient, which some kernels refuse."""
+    mask_TE = torch.rand(11, E) > 0.5
+    scores_TE = torch.rand(11, E)
+    (w13_E2FD, w2_EDF), x_TD = experts(), torch.randn(11, D, requires_grad=True)
+    routing = routing_from_mask(mask_TE, scores_TE, scores_TE)
+    expanded = torch.autograd.grad(grouped_mlp(x_TD, w13_E2FD, w2_EDF, routing, backend).sum(), [x_TD, w2_EDF])
+    y_TD = grouped_mlp(x_TD, w13_E2FD, w2_EDF, routing, backend)
+    plain = torch.autograd.grad(y_TD, [x_TD, w2_EDF], torch.ones(11, D))
+    assert all(a.equal(b) for a, b in zip(expanded, plain, strict=True))
+
+
+def test_a_routing_knows_its_experts() -> None:
+    """`expert_A` inverts the offsets, empty experts included."""
+    mask_TE = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0], [0, 0, 0, 1, 0]], dtype=torch.bool)
+    scores_TE = torch.rand(3, E)
+    routing = routing_from_mask(mask_TE, scores_TE, scores_TE)
+    assert routing.expert_A().tolist() == [1, 1, 3, 3]
+    assert routing.token_A.tolist() == [0, 1, 0, 2]
+    assert routing.offsets_E.tolist() == [0, 2, 2, 4, 4]
+    assert routing.assigned_TE().equal(mask_TE)

@@ -1,0 +1,115 @@
+"""Activation recompute and torch.compile change nothing: same routes, same gradients, nothing counted twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe.layer import MoELayer
+from moe.routing import Routing, RoutingContext
+from tests.moe.helpers import gradients, make_layer, pairs, relative_error
+
+D, E, K = 16, 8, 2
+ROUTERS: dict[str, dict[str, Any]] = {
+    "token choice": {"router": "token_choice", "z_coefficient": 0.01},
+    "token choice with capacity": {"router": "token_choice", "capacity_factor": 1.0},
+    "threshold": {"router": "threshold", "z_coefficient": 0.01},
+    "expert choice": {"router": "expert_choice", "z_coefficient": 0.01},
+    "expert choice, position": {"router": "expert_choice", "group": "position", "group_sequences": 4},
+}
+
+
+def build(name: str, **more: Any) -> MoELayer:
+    sizes: dict[str, Any] = {"num_experts": E, "experts_per_token": K, "expert_width": 24, "group_sequences": 2}
+    return make_layer(D, **{**sizes, **ROUTERS[name], **more})
+
+
+def run(layer: MoELayer, x_BSD: Tensor, recompute: bool) -> tuple[dict[str, Tensor], list[Routing]]:
+    """Forward and backward; everything that came out, and the routings in the order they were made."""
+    layer.zero_grad()
+    x_BSD, seen = x_BSD.detach().clone().requires_grad_(), []
+    context = RoutingContext(*x_BSD.shape[:2], mode="train", observe=lambda _, routing: seen.append(routing))
+    y_BSD = checkpoint(layer, x_BSD, context, use_reentrant=False) if recompute else layer(x_BSD, context)
+    (y_BSD * torch.linspace(0.5, 2, D)).sum().backward()
+    return gradients(layer) | {"x": x_BSD.grad, "y": y_BSD.detach()}, seen
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_recompute_gives_bit_equal_gradients(backend: str, name: str, tied: bool) -> None:
+    """A12: with distinct rows and with 64 identical ones, where every choice is a tie."""
+    layer = build(name, backend=backend)
+    x_BSD = torch.randn(1, 1, D).expand(4, 16, D) if tied else torch.randn(4, 16, D)
+    if hasattr(layer.router, "cutoff_E"):  # some experts take all of the equal rows, some none
+        layer.router.cutoff_E.copy_(layer.router(x_BSD[0, :1], RoutingContext(1, 1)).scores_TE[0] * torch.tensor([0.5, 2] * 4))
+    plain, _ = run(layer, x_BSD, recompute=False)
+    recomputed, seen = run(layer, x_BSD, recompute=True)
+    for key, value in plain.items():
+        assert value.equal(recomputed[key]), key
+    assert len(seen) == 2, "the router runs again, so it had better decide the same"
+    assert pairs(seen[0]) == pairs(seen[1]) and pairs(seen[0])
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_identical_rows_all_choose_the_two_lowest_of_equal_experts(rows: int) -> None:
+    """A12: a silent router ties everything; 0 and 1 win in every row, in ten repeats."""
+    layer = build("token choice")
+    with torch.no_grad():
+        layer.router.weight_ED.zero_()
+    for _ in range(10):
+        routing = layer.router(torch.randn(1, D).expand(rows, D), RoutingContext(1, rows))
+        assert pairs(routing) == [(t, e) for e in (0, 1) for t in range(rows)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_counts_are_those_of_one_pass(recompute: bool) -> None:
+    """A11: 16 tokens, k = 2: 32 assignments in each routing that an observer is shown."""
+    _, seen = run(build("token choice"), torch.randn(2, 8, D), recompute)
+    assert all(routing.counts_E().sum() == 32 and routing.counts_E().dtype == torch.int64 for routing in seen)
+
+
+@pytest.mark.parametrize("name", ["threshold", "expert choice", "expert choice, position"])
+def test_cutoffs_are_the_same_with_recompute(name: str) -> None:
+    """A11: scores seen twice in every micro-batch do not move the mean; an evaluation in between does not either."""
+    plain, recomputed = build(name), build(name)
+    recomputed.load_state_dict(plain.state_dict())
+    for _ in range(3):
+        micro_batches = torch.randn(2, 4, 8, D)
+        for x_BSD in micro_batches:
+            run(plain, x_BSD, recompute=False), run(recomputed, x_BSD, recompute=True)
+        recomputed(torch.randn(4, 8, D), RoutingContext(4, 8))
+        plain.router.after_step(), recomputed.router.after_step()
+    torch.testing.assert_close(recomputed.router.cutoff_E, plain.router.cutoff_E, rtol=1e-6, atol=0)
+    assert recomputed.router.updates == plain.router.updates == 3
+
+
+def compiled_equals_eager(name: str, backend: str) -> None:
+    layer = build(name, backend=backend)
+    other = build(name, backend=backend)
+    other.load_state_dict(layer.state_dict())
+    torch._dynamo.reset()
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    x_BSD = torch.randn(4, 6, D)
+    found = []
+    for module in (layer, compiled):
+        x = x_BSD.clone().requires_grad_()
+        y_BSD = module(x, RoutingContext(4, 6, mode="train"))
+        (y_BSD * torch.linspace(0.5, 2, D)).sum().backward()
+        found.append({"x": x.grad, "y": y_BSD.detach()})
+    eager, graph = found[0] | gradients(layer), found[1] | gradients(other)
+    for key, value in eager.items():
+        assert relative_error(graph[key], value) < 1e-6, key
+    layer.router.after_step(), other.router.after_step()
+    torch.testing.assert_close(other.router.cutoff_E, layer.router.cutoff_E)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("name", ["expert choice", "expert choice, position"])
+def test_expert_choice_compiles_without_a_graph_break(name: str, backend: str) -> None:
+    """Static shapes: `fullgraph=True` works, with the same values, gradients, losses (A06) and cutoffs."""
+    compiled_equals_eager(name, backend)

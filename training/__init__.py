@@ -1,0 +1,1 @@
+"""How training is driven: configuration, optimizer, steps, checkpoints, run folders, telemetry."""

@@ -1,0 +1,55 @@
+"""What the run computes on, and how fast that could be at best."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from moe.config import ConfigError
+
+# Dense bf16 peak, FLOP/s, from the vendors' data sheets (without sparsity). An unknown device gets no MFU rather than
+# a wrong one.
+PEAK_BF16_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `training.device`: "auto" takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('training.device = "cuda": this machine has no usable GPU; use "auto" or "cpu"')
+    return torch.device(name)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOP/s of a known GPU; None for a CPU or an unknown one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    matches = [key for key in PEAK_BF16_FLOPS if key in name]
+    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what large tensors free, on CPU.
+
+    By default every tensor over 32 MB at most is mapped afresh, and the kernel's zeroing of its pages costs more than
+    the arithmetic that follows. Elsewhere than glibc nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, mmap_threshold, keep = -1, -3, 1 << 30
+        libc.mallopt(mmap_threshold, keep)
+        libc.mallopt(trim_threshold, keep)

@@ -1,0 +1,182 @@
+"""From a TOML file and command-line flags to a checked `Config`, and back to TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import tyro
+
+from moe.config import ConfigError
+from training.config import Config
+
+
+def load_config(arguments: Sequence[str], program: str = "train.py") -> Config:
+    """Read `CONFIG.toml [--section.key value ...]`.
+
+    Args:
+        arguments: the command line without the program's name.
+        program: shown in the usage line.
+
+    Returns:
+        The checked configuration. Flags override the file, the file overrides the defaults.
+
+    Raises:
+        ConfigError: for anything wrong in the file, or for values that cannot work together.
+        SystemExit: with status 2 for a bad flag (tyro prints what was meant) and 0 for --help.
+    """
+    arguments = list(arguments)
+    base: dict[str, Any] = {}
+    source = "the command line"
+    if arguments and not arguments[0].startswith("-"):
+        source = arguments.pop(0)
+        base = read_toml(Path(source))
+    # The checks that span keys must see file and flags together: a flag may mend what the file alone gets wrong.
+    # So the flags are parsed over unchecked defaults first, and the checked dataclasses are built from the result.
+    values = {section.name: _section_values(section, base, source) for section in dataclasses.fields(Config)}
+    _refuse_unknown(base, [f.name for f in dataclasses.fields(Config)], "", source)
+    parsed = tyro.cli(
+        _unchecked(Config),
+        args=arguments,
+        default=_unchecked(Config)(**{name: _unchecked(_section_type(name))(**v) for name, v in values.items()}),
+        prog=f"{program} CONFIG.toml",
+        description="Train one model. Every key of the TOML file is a flag; flags override the file.",
+    )
+    return config_from_dict(dataclasses.asdict(parsed), source)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; a `ConfigError` names the file and line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; configurations are in configs/") from None
+    except (IsADirectoryError, PermissionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def config_from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
+    """Build a checked `Config` from nested dictionaries, with defaults for what is missing."""
+    _refuse_unknown(values, [f.name for f in dataclasses.fields(Config)], "", source)
+    sections = {}
+    for section in dataclasses.fields(Config):
+        sections[section.name] = _section_type(section.name)(**_section_values(section, values, source))
+    return Config(**sections)
+
+
+def config_to_toml(config: Config) -> str:
+    """The configuration with all defaults resolved, as TOML; keys whose value is None are left out."""
+    nested = dataclasses.asdict(config)
+    present = {name: {k: v for k, v in section.items() if v is not None} for name, section in nested.items()}
+    return tomli_w.dumps(present)
+
+
+def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
+    """Keys in which two configurations differ, as "section.key: old -> new"; `ignore` names whole sections."""
+    found = []
+    for section in dataclasses.fields(Config):
+        if section.name in ignore:
+            continue
+        before, after = getattr(old, section.name), getattr(new, section.name)
+        for key in dataclasses.fields(before):
+            a, b = getattr(before, key.name), getattr(after, key.name)
+            if a != b:
+                found.append(f"{section.name}.{key.name}: {a!r} -> {b!r}")
+    return found
+
+
+def _section_type(name: str) -> type:
+    return typing.get_type_hints(Config)[name]
+
+
+def _section_values(section: dataclasses.Field[Any], base: dict[str, Any], source: str) -> dict[str, Any]:
+    """Values of one section of the file over its defaults, each checked for its type."""
+    given = base.get(section.name, {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source}: {section.name} = {given!r}: must be a section, written [{section.name}]")
+    cls = _section_type(section.name)
+    fields = dataclasses.fields(cls)
+    hints = typing.get_type_hints(cls)
+    _refuse_unknown(given, [f.name for f in fields], f"{section.name}.", source)
+    checked = {key: _check_type(f"{section.name}.{key}", value, hints[key], source) for key, value in given.items()}
+    return {f.name: f.default for f in fields} | checked
+
+
+def _refuse_unknown(given: dict[str, Any], allowed: list[str], prefix: str, source: str) -> None:
+    """A key that nothing reads is an error that names the nearest key, in any section."""
+    for key in given:
+        if key in allowed:
+            continue
+        everywhere = {f"{prefix}{name}": name for name in allowed} | {
+            f"{s.name}.{f.name}": f.name for s in dataclasses.fields(Config) for f in dataclasses.fields(_section_type(s.name))
+        }
+        near = difflib.get_close_matches(key, allowed, 1, 0.5)
+        full = [prefix + near[0]] if near else []
+        # The right name in the wrong section is the commonest slip after a misspelt one.
+        full += [path for path, name in everywhere.items() if name == key]
+        if not full:
+            close = difflib.get_close_matches(key, list(everywhere.values()), 1, 0.6)
+            full = [path for path, name in everywhere.items() if close and name == close[0]]
+        hint = f"did you mean {full[0]}?" if full else f"known: {', '.join(prefix + name for name in allowed)}"
+        raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
+
+
+def _check_type(key: str, value: Any, hint: Any, source: str) -> Any:
+    """Match a TOML value with a field's annotation; whole numbers are accepted where a float is wanted."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            if value in typing.get_args(option) and isinstance(value, str):
+                return value
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        elif option is not type(None) and type(value) is option:
+            return value
+        elif option is type(None) and value is None:
+            return None
+    raise ConfigError(f"{source}: {key} = {value!r}: must be {_describe(options)}")
+
+
+def _describe(options: tuple[Any, ...]) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    parts = []
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif option is not type(None):
+            parts.append(names[option])
+    return " or ".join(parts)
+
+
+_TWINS: dict[type, type] = {}
+
+
+def _unchecked(cls: type) -> type:
+    """A twin of a configuration dataclass without `__post_init__`, for parsing flags before checking."""
+    if cls not in _TWINS:
+        hints = typing.get_type_hints(cls)
+        fields: list[tuple[str, Any, Any]] = []
+        for f in dataclasses.fields(cls):
+            hint = hints[f.name]
+            twin = _unchecked(hint) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else hint
+            default = f.default if f.default is not dataclasses.MISSING else dataclasses.MISSING
+            if default is dataclasses.MISSING and twin is not hint:
+                fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
+            else:
+                fields.append((f.name, twin, dataclasses.field(default=default)))
+        made = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
+        made.__doc__ = cls.__doc__
+        made.__module__ = cls.__module__
+        _TWINS[cls] = made
+    return _TWINS[cls]

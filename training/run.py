@@ -1,0 +1,187 @@
+"""A run's folder: made by train.py, read by everything else.
+
+`config.toml` (resolved), `environment.json` (versions, commit, corpus), `metrics.jsonl` (one line a step),
+`routing/steps.jsonl` (loads at recorded steps), `tb/`, `checkpoints/`, `eval/`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.atomic import write_atomically
+from data.corpus import Corpus
+from moe.initialization import build_model
+from moe.model import Transformer
+from training.checkpoint import Checkpoint, load_model, newest_checkpoint
+from training.config import Config
+from training.device import choose_device
+from training.load_config import config_from_dict, config_to_toml, differences, read_toml
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class RunError(RuntimeError):
+    """A run folder that is missing, incomplete or taken."""
+
+
+class Run:
+    """A run on disk.
+
+    Attributes:
+        folder: the run's folder.
+        config: as trained.
+    """
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder = folder
+        self.config = config
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Run:
+        """Open a finished or interrupted run.
+
+        Raises:
+            RunError: if there is none.
+        """
+        folder = Path(folder)
+        path = folder / "config.toml"
+        if not path.is_file():
+            raise RunError(f"{folder}: not a run folder (no config.toml); train.py makes one, e.g. runs/quickstart")
+        return cls(folder, config_from_dict(read_toml(path), str(path)))
+
+    @classmethod
+    def create(cls, config: Config) -> tuple[Run, Checkpoint | None]:
+        """Make the folder of a new run, or continue an existing one.
+
+        Returns:
+            The run, and the checkpoint to continue from.
+
+        Raises:
+            RunError: if the folder exists and may not be continued; nothing is changed then.
+        """
+        folder = Path(config.run.folder) / config.run.name
+        run = cls(folder, config)
+        if not folder.exists() or not any(folder.iterdir()):
+            folder.mkdir(parents=True, exist_ok=True)
+            run._write_config()
+            return run, None
+        existing = cls.open(folder).config
+        changed = differences(existing, config, ignore=("run", "eval", "log"))
+        if existing.run.seed != config.run.seed:
+            changed.append(f"run.seed: {existing.run.seed} -> {config.run.seed}")
+        if changed:
+            raise RunError(
+                f"{folder} holds a run with another configuration ({'; '.join(changed)}): choose another --run.name, "
+                "or remove the folder"
+            )
+        if config.run.resume != "auto":
+            raise RunError(
+                f"{folder} exists: continue it with --run.resume auto, choose another --run.name, or remove the folder"
+            )
+        checkpoint = newest_checkpoint(run.checkpoints)
+        run._write_config()
+        return run, checkpoint
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.folder / "checkpoints"
+
+    def corpus(self) -> Corpus:
+        """The corpus the run was trained on.
+
+        Raises:
+            RunError: if the folder holds another one by now.
+        """
+        corpus = Corpus.open(self.config.data.corpus)
+        corpus.require_model_vocabulary(self.config.model.vocabulary_size)
+        path = self.folder / "environment.json"
+        recorded = json.loads(path.read_text(encoding="utf-8")).get("corpus_sha256") if path.is_file() else None
+        if recorded is not None and recorded != corpus.sha256:
+            raise RunError(
+                f"{self.config.data.corpus} is not the corpus of this run (sha256 {corpus.sha256[:12]}, the run read "
+                f"{recorded[:12]}): rebuild that corpus or train anew"
+            )
+        return corpus
+
+    def checkpoint(self) -> Checkpoint:
+        """The newest checkpoint.
+
+        Raises:
+            RunError: if nothing has been saved yet.
+        """
+        checkpoint = newest_checkpoint(self.checkpoints)
+        if checkpoint is None:
+            raise RunError(f"{self.folder}: no checkpoint yet; train further with --run.resume auto")
+        return checkpoint
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the newest checkpoint."""
+        return self.checkpoint().step
+
+    def model(self, device: str = "auto") -> Transformer:
+        """The model of the newest checkpoint."""
+        config = self.config
+        model = build_model(
+            config.model,
+            config.moe,
+            config.run.seed,
+            choose_device(device),
+            COMPUTE_DTYPE[config.training.precision],
+        )
+        load_model(self.checkpoint(), model)
+        return model.eval()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, a dictionary a step."""
+        return read_json_lines(self.folder / "metrics.jsonl")
+
+    def routing_records(self) -> list[dict[str, Any]]:
+        """Lines of routing/steps.jsonl: {"step", "tokens", "counts": per layer and expert, "threshold_phase"}."""
+        return read_json_lines(self.folder / "routing" / "steps.jsonl")
+
+    def write_environment(self, corpus: Corpus) -> None:
+        """Record what the numbers depend on besides the configuration."""
+        packages = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "einops")
+        environment = {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: importlib.metadata.version(name) for name in packages},
+            "commit": _commit(),
+            "command": sys.argv,
+            "threads": torch.get_num_threads(),
+            "corpus_sha256": corpus.sha256,
+        }
+        with write_atomically(self.folder / "environment.json") as file:
+            file.write(json.dumps(environment, indent=1).encode())
+
+    def _write_config(self) -> None:
+        with write_atomically(self.folder / "config.toml") as file:
+            file.write(config_to_toml(self.config).encode())
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Complete lines of a JSON-lines file; a last line that a crash cut off is left out. Empty where no file is."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def _commit() -> str | None:
+    """The source tree's git commit, where it is a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,145 @@
+"""What a run tells while it trains: metrics.jsonl, TensorBoard, routing records and the line on the screen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+from data.atomic import write_atomically
+from moe.routing import Routing
+from training.run import Run, read_json_lines
+
+
+class LoadCounter:
+    """Tokens per expert and layer over one step; pass `observe` to the step.
+
+    Attributes:
+        counts: int64 (E,) per layer, by layer number.
+        unserved: tokens that no expert took, per layer.
+        tokens: valid tokens seen by each layer.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[int, Tensor] = {}
+        self.unserved: dict[int, Tensor] = {}
+        self.tokens: dict[int, int] = {}
+
+    @torch.no_grad()
+    def observe(self, layer: int, routing: Routing) -> None:
+        """Add one micro-batch's routing."""
+        assigned_TE = routing.assigned_TE()
+        unserved_T = ~assigned_TE.any(1)
+        if routing.valid_T is not None:
+            unserved_T &= routing.valid_T
+        self.counts[layer] = self.counts.get(layer, 0) + assigned_TE.sum(0)
+        self.unserved[layer] = self.unserved.get(layer, 0) + unserved_T.sum()
+        tokens = routing.num_tokens if routing.valid_T is None else int(routing.valid_T.sum())
+        self.tokens[layer] = self.tokens.get(layer, 0) + tokens
+
+    def summary(self) -> dict[str, Any]:
+        """Means over layers, and the counts; empty for a dense model.
+
+        max_violation is max load / mean load - 1 (Wang et al. 2024, "MaxVio"): 0 when balanced.
+        """
+        if not self.counts:
+            return {}
+        layers = sorted(self.counts)
+        loads = torch.stack([self.counts[layer] for layer in layers]).double().cpu()
+        tokens = torch.tensor([self.tokens[layer] for layer in layers], dtype=torch.float64)
+        unserved = torch.stack([self.unserved[layer] for layer in layers]).double().cpu()
+        violation = loads.max(1).values / loads.mean(1).clamp_min(1e-9) - 1
+        return {
+            "max_violation": violation.mean().item(),
+            "zero_expert_fraction": (unserved / tokens).mean().item(),
+            "experts_per_token": (loads.sum(1) / tokens).mean().item(),
+            "counts": loads.long().tolist(),
+        }
+
+
+class RunLog:
+    """Writes a run's records; on resume, drops those of steps after the checkpoint.
+
+    Args:
+        run: whose folder is written.
+        first_step: steps already done.
+    """
+
+    def __init__(self, run: Run, first_step: int) -> None:
+        (run.folder / "routing").mkdir(exist_ok=True)
+        self._metrics = _reopen(run.folder / "metrics.jsonl", first_step)
+        self._routing = _reopen(run.folder / "routing" / "steps.jsonl", first_step)
+        self._tensorboard = None
+        if run.config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+            self._tensorboard = SummaryWriter(str(run.folder / "tb"), purge_step=first_step)
+
+    def metrics(self, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; "step" counts finished steps."""
+        self._metrics.write(json.dumps(values) + "\n")
+        self._metrics.flush()
+
+    def routing(self, values: dict[str, Any]) -> None:
+        """One line of routing/steps.jsonl."""
+        self._routing.write(json.dumps(values) + "\n")
+        self._routing.flush()
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Points in TensorBoard."""
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._metrics.close()
+        self._routing.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _reopen(path: Path, first_step: int) -> Any:
+    """Open a JSON-lines file for appending, without the records of steps after `first_step`."""
+    kept = [line for line in read_json_lines(path) if line["step"] <= first_step]
+    with write_atomically(path) as file:
+        file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+    return path.open("a", encoding="utf-8")
+
+
+class _StepColumn(ProgressColumn):
+    """step 120/400."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"step {int(task.completed)}/{int(task.total or 0)}")
+
+
+def progress_line(console: Console) -> Progress:
+    """The live line: step, what `Progress.update(status=...)` says, and the time left."""
+    return Progress(
+        _StepColumn(),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def status_text(values: dict[str, Any]) -> str:
+    """The numbers of the progress line."""
+    name = "loss" if "loss" in values else "noncausal loss"
+    loss = values.get("loss", values.get("noncausal_loss"))
+    bits = values.get("bits_per_byte", values.get("noncausal_bits_per_byte"))
+    parts = [f"{name} {loss:.3f}", f"{bits:.3f} bits/byte", f"{values['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in values:
+        parts.append(f"MFU {values['mfu']:.1%}")
+    if "max_violation" in values:
+        parts.append(f"MaxVio {values['max_violation']:.2f}")
+    return "  ".join(parts)
