@@ -42,7 +42,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 def main(arguments: list[str]) -> int:
     """Command line; the exit status."""
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     try:
         config = load_config(arguments)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -74,6 +74,9 @@ def train(config: Config, console: Console) -> int:
     )
 
     run, checkpoint = Run.create(config)
+    if checkpoint is not None and checkpoint.step == config.training.steps:
+        console.print(f"{run.folder} has all its {checkpoint.step} steps; scoreboard: python -m eval.report {run.folder}")
+        return 0
     model = build_model(
         config.model, config.moe, config.run.seed, device, COMPUTE_DTYPE[config.training.precision]
     )
@@ -87,10 +90,10 @@ def train(config: Config, console: Console) -> int:
         run.write_environment(corpus)
     describe(run, model, corpus, device, first_step, console)
 
-    last_step = config.run.stop_after or config.training.steps
+    last_step = max(first_step, config.run.stop_after or config.training.steps)
     interrupted = False
     log = RunLog(run, first_step)
-    step = first_step
+    done = first_step
     with interruptible() as asked_to_stop, profiler(config, run) as profile:
         with progress_line(console) as progress:
             task = progress.add_task("", total=config.training.steps, completed=first_step, status="")
@@ -125,8 +128,7 @@ def train(config: Config, console: Console) -> int:
                     save_checkpoint(run.checkpoints, done, model, optimizer, {"tokens": done * config.tokens_per_step})
                 if interrupted:
                     break
-    finished = (step + 1 if last_step > first_step else first_step) == config.training.steps
-    if finished:
+    if done == config.training.steps:
         values = validate(model, corpus, config, config.eval.final_tokens)
         log.scalars(config.training.steps, values)
         log.metrics({"step": config.training.steps, "final": True, **values})
@@ -135,11 +137,11 @@ def train(config: Config, console: Console) -> int:
             f"({values['val/loss']:.4f} nats per token)"
         )
         console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
-    log.close()
-    if not finished:
+    else:
         command = " ".join(["python", *sys.argv])
         resume = "" if "--run.resume" in command else " --run.resume auto"
-        console.print(f"saved {run.folder} at step {step + 1}; continue with: {command}{resume}")
+        console.print(f"saved {run.folder} at step {done}; continue with: {command}{resume}")
+    log.close()
     return EXIT_INTERRUPTED if interrupted else 0
 
 

@@ -1,6 +1,6 @@
 """Generation: always under causal routing, with a key/value cache.
 
-    python -m eval.generate RUN --prompt "Once upon a time" --new-tokens 100 --temperature 0.8 --seed 0
+python -m eval.generate RUN --prompt "Once upon a time" --new-tokens 100 --temperature 0.8 --seed 0
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import document_numbers, heldout_windows
+from data.batches import HeldoutBatch, document_numbers, heldout_windows
 from data.corpus import Corpus
 from eval.routing_recorder import RoutingRecorder
 from moe.model import Transformer, token_losses
@@ -26,19 +26,6 @@ from training.config import Config
 Mode = Literal["causal", "train_router"]
 MOST_ROWS = 16
 LOGITS = 1 << 26  # logits of one forward pass at most, where one row does not need more: 256 MiB in fp32
-
-
-class Windows(Protocol):
-    """Rows of one domain, as `data.batches.heldout_windows` yields them."""
-
-    @property
-    def domain(self) -> str: ...
-    @property
-    def token_BS(self) -> Tensor: ...
-    @property
-    def label_BS(self) -> Tensor: ...
-    @property
-    def valid_BS(self) -> Tensor: ...
 
 
 class MixedWindows(NamedTuple):
@@ -159,7 +146,7 @@ def evaluate(
 
 def evaluate_windows(
     model: Transformer,
-    batches: Iterable[Windows],
+    batches: Iterable[HeldoutBatch],
     token_bytes_V: np.ndarray,
     end_of_text: int | None = None,
     mode: Mode = "causal",
@@ -197,7 +184,7 @@ def evaluate_windows(
 
 
 def score(
-    rows: Iterable[MixedWindows | Windows],
+    rows: Iterable[MixedWindows | HeldoutBatch],
     nats: Callable[[MixedWindows], np.ndarray],
     token_bytes_V: np.ndarray,
 ) -> Scores:
@@ -267,7 +254,7 @@ def model_nats(
     return token_losses(logits_BSV, label_BS).double().cpu().numpy()
 
 
-def _mixed(batch: Windows) -> MixedWindows:
+def _mixed(batch: HeldoutBatch) -> MixedWindows:
     return MixedWindows([batch.domain] * len(batch.token_BS), batch.token_BS, batch.label_BS, batch.valid_BS)
 
 

@@ -118,7 +118,7 @@ def _cached(
         part_routes, part_distances = [], []
 
         def observe(layer: int, routing: Routing) -> None:
-            shape = (batch, -1, routing.num_experts)  # noqa: B023 - called before the next turn
+            shape = (batch, -1, routing.num_experts)
             part_routes.append(routing.assigned_TE().view(shape))  # noqa: B023
             part_distances.append(decision_distance(layers[layer], routing).view(shape))  # noqa: B023
 

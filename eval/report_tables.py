@@ -86,8 +86,8 @@ def _noncausal(report: dict[str, Any]) -> Table:
     skipped = ""
     if noncausal["skipped_rows"]:
         skipped = (
-            f" {noncausal['skipped_rows']} rows ({noncausal['skipped_tokens']:,} tokens) that do not fill a routing "
-            "group are left out."
+            f" {noncausal['skipped_rows']} rows ({noncausal['skipped_tokens']:,} tokens) that hold padding or do "
+            "not fill a routing group are left out."
         )
     return Table(
         "NOT causal, never a result: the training router on the same text",
@@ -149,8 +149,8 @@ def _specialisation(routing: dict[str, Any]) -> Table:
         "Specialisation: information between domain and expert, in bits an assignment",
         ("layer", "information", "null mean", "null 95%", "beyond null", "most particular expert of each domain"),
         rows,
-        "The null deals the domains to whole rows at random. Last column: the expert whose share of the domain's tokens "
-        "most exceeds its mean over domains, and how many times.",
+        "The null deals the domains to whole rows at random. Last column: the expert whose share of the domain's "
+        "tokens most exceeds its mean over domains, and how many times.",
         ("beyond null", "most particular expert of each domain"),
     )
 

@@ -81,9 +81,7 @@ def binomial_fan_out(num_experts: int, experts_per_token: float) -> np.ndarray:
     The null of a fan-out histogram; its share of tokens without expert is (1 - c/E)^E: 0.100 at E = 8, c = 2.
     """
     p = experts_per_token / num_experts
-    return np.array(
-        [math.comb(num_experts, n) * p**n * (1 - p) ** (num_experts - n) for n in range(num_experts + 1)]
-    )
+    return np.array([math.comb(num_experts, n) * p**n * (1 - p) ** (num_experts - n) for n in range(num_experts + 1)])
 
 
 def domain_specialisation(counts_ME: Any, tokens_M: Any) -> np.ndarray:
@@ -97,9 +95,7 @@ def domain_specialisation(counts_ME: Any, tokens_M: Any) -> np.ndarray:
         tokens_M: valid tokens of each domain.
     """
     counts_ME, tokens_M = _counts(counts_ME), _counts(tokens_M)
-    return np.divide(
-        counts_ME, tokens_M[:, None], out=np.full_like(counts_ME, np.nan), where=tokens_M[:, None] > 0
-    )
+    return np.divide(counts_ME, tokens_M[:, None], out=np.full_like(counts_ME, np.nan), where=tokens_M[:, None] > 0)
 
 
 def mutual_information(counts_ME: Any) -> float:
@@ -136,7 +132,8 @@ def mutual_information_null(
 
     Rows are dealt whole because the tokens of one text resemble each other: shuffling single tokens would make any
     difference between texts look like one between domains. A value above the 95th percentile is specialisation at the
-    one-sided 5% level.
+    one-sided 5% level, if rows are independent: the rows of one long document are not, so that a held-out set of few
+    documents calls for caution.
 
     Args:
         counts_RE: assignments of each row to each expert.

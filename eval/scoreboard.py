@@ -194,7 +194,8 @@ def strongest(share_ME: np.ndarray, domains: list[str]) -> list[dict[str, Any]]:
     for m, domain in enumerate(domains):
         if not np.isnan(ratio_ME[m]).any():
             e = int(ratio_ME[m].argmax())
-            found.append({"domain": domain, "expert": e, "ratio": float(ratio_ME[m, e]), "share": float(share_ME[m, e])})
+            ratio, share = float(ratio_ME[m, e]), float(share_ME[m, e])
+            found.append({"domain": domain, "expert": e, "ratio": ratio, "share": share})
     return found
 
 

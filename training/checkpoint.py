@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from data.atomic import commit
 
 FORMAT_VERSION = 1
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -74,8 +77,7 @@ def save_checkpoint(
             _flush(path)
         if final.exists():
             shutil.rmtree(final)
-        os.replace(temporary, final)
-        _flush(root)
+        commit(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -110,7 +112,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: damaged checkpoint: checkpoint.json is missing; {hint}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: damaged checkpoint: checkpoint.json cannot be read ({error}); {hint}") from None
+        message = f"{folder}: damaged checkpoint: checkpoint.json cannot be read ({error}); {hint}"
+        raise CheckpointError(message) from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder}: checkpoint format {version}; this version reads {FORMAT_VERSION}")
     for name in FILES:
@@ -129,14 +132,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fill parameters and buffers; every key must be there with its shape, and no other."""
-    loaded = load_file(checkpoint.folder / FILES[0])
+    loaded = _read(checkpoint.folder / FILES[0])
     _check_keys(checkpoint.folder / FILES[0], model.state_dict(), loaded)
     model.load_state_dict(loaded)
 
 
 def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore both moments and step counts, bit for bit."""
-    loaded = load_file(checkpoint.folder / FILES[1])
+    loaded = _read(checkpoint.folder / FILES[1])
     names = {parameter: name for name, parameter in model.named_parameters()}
     expected = set()
     for group in optimizer.param_groups:
@@ -153,8 +156,15 @@ def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.op
         raise CheckpointError(f"{checkpoint.folder / FILES[1]}: unexpected {', '.join(extra[:5])}")
 
 
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
+
+
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{key}": value.detach().contiguous().cpu()
         for parameter, entries in optimizer.state.items()

@@ -23,7 +23,11 @@ def grouped_mlp_torch(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: R
 
 
 class Groups:
-    """Products of rows that come in one run per expert; equal runs take `bmm`, uneven ones `grouped_mm`."""
+    """Products of rows that come in one run per expert.
+
+    Equal runs take `bmm`, uneven ones `grouped_mm`. That one wants rows of a multiple of 16 bytes and has no fp64;
+    other shapes take a loop.
+    """
 
     def __init__(self, offsets_E: Tensor, capacity: int | None) -> None:
         self.offsets_E, self.capacity = offsets_E, capacity
@@ -32,16 +36,35 @@ class Groups:
     def rows_times(self, rows_AX: Tensor, weight_EXY: Tensor) -> Tensor:
         """Each run times its expert's matrix: (A, X), (E, X, Y) -> (A, Y)."""
         if self.capacity is None:
-            return F.grouped_mm(rows_AX, weight_EXY, offs=self.offsets_E)
+            if _suits_grouped_mm(rows_AX, weight_EXY):
+                return F.grouped_mm(rows_AX, weight_EXY, offs=self.offsets_E)
+            runs = rows_AX.split(self._run_lengths())
+            # unbind, not w[e]: one view each, and no search through the experts.
+            return torch.cat([run @ weight for run, weight in zip(runs, weight_EXY.unbind(0), strict=True)])
         rows_ECX = rows_AX.view(self.num_experts, self.capacity, -1)
         return torch.bmm(rows_ECX, weight_EXY).view(rows_AX.shape[0], -1)
 
     def outer(self, left_AX: Tensor, right_AY: Tensor) -> Tensor:
         """Sum over each run of left times right: (A, X), (A, Y) -> (E, X, Y); zeros for an empty run."""
         if self.capacity is None:
-            return F.grouped_mm(left_AX.T, right_AY, offs=self.offsets_E)
+            if _suits_grouped_mm(left_AX, right_AY):
+                return F.grouped_mm(left_AX.T, right_AY, offs=self.offsets_E)
+            lengths = self._run_lengths()
+            pairs = zip(left_AX.split(lengths), right_AY.split(lengths), strict=True)
+            return torch.stack([left.T @ right for left, right in pairs])
         left_EXC = left_AX.view(self.num_experts, self.capacity, -1).transpose(1, 2)
         return torch.bmm(left_EXC, right_AY.view(self.num_experts, self.capacity, -1))
+
+    def _run_lengths(self) -> list[int]:
+        return self.offsets_E.diff(prepend=self.offsets_E.new_zeros(1)).tolist()
+
+
+def _suits_grouped_mm(*operands: Tensor) -> bool:
+    return all(
+        operand.dtype != torch.float64
+        and all(stride * operand.element_size() % 16 == 0 for stride in operand.stride() if stride > 1)
+        for operand in operands
+    )
 
 
 class Combine:

@@ -27,7 +27,8 @@ def largest_per_row(values_XN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # The running count of kept entries is each one's slot; the others go to a spare slot that is cut off.
     slot_XN = torch.where(kept_XN, kept_XN.cumsum(-1) - 1, count)
     index_N = torch.arange(values_XN.shape[-1], device=values_XN.device)
-    index_XC = slot_XN.new_empty((*values_XN.shape[:-1], count + 1))
+    # Zeros, not empty: NaN compares with nothing, and its row must still hold indices that exist.
+    index_XC = slot_XN.new_zeros((*values_XN.shape[:-1], count + 1))
     index_XC.scatter_(-1, slot_XN, index_N.expand_as(slot_XN))
     return index_XC[..., :count], kth_X1.squeeze(-1)
 

@@ -60,6 +60,7 @@ def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
     """400 ids trained on Latin words, punctuation, digits and some Greek."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     texts = [sentences(7, 200), "λόγος καὶ νόμος, 2024-11-30!\n\n" * 30, "x = [1, 22, 333]\n" * 30]
+    texts.append("a\n\nb\n\n\nc  \n" * 200)  # so that runs of line ends are tokens
     return train_tokenizer(texts, 400, path)
 
 

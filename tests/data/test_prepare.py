@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from data import build
 from data import prepare as prepare_module
 from data.corpus import Corpus
 from data.errors import DataError
 from data.prepare import expand_inputs, prepare
+from data.tokenizer import train_tokenizer
 
 
 @pytest.fixture
@@ -111,7 +113,32 @@ def test_text_is_kept_to_the_byte(tmp_path, write_jsonl, make_text):
         found += [
             corpus.tokenizer.decode(file.document(number)) for number in range(len(file.start_M))
         ]
-    assert sorted(found) == sorted(text.replace("\r\n", "\n") for text in texts)
+    texts = [text.replace("\r\n", "\n") for text in texts]
+    assert sorted(found) == sorted(texts)
+    text_bytes = sum(corpus.text_bytes(split, "d") for split in ("train", "heldout"))
+    assert text_bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_the_tokenizer_is_trained_on_equal_bounded_shares_of_training_text(
+    tmp_path, write_jsonl, make_text, monkeypatch
+):
+    seen: list[str] = []
+
+    def train_and_remember(texts, *arguments):
+        seen.extend(texts)
+        return train_tokenizer(seen, *arguments)
+
+    monkeypatch.setattr(build, "TOKENIZER_SAMPLE_BYTES", 6000)
+    monkeypatch.setattr(build, "train_tokenizer", train_and_remember)
+    small = write_jsonl("small.jsonl", [f"small {make_text(seed, 4)}" for seed in range(5)])
+    large = write_jsonl("large.jsonl", [f"large {make_text(seed, 20)}" for seed in range(10, 60)])
+    corpus = prepare(tmp_path / "a", 300, {"small": [small], "large": [large]})
+    assert sum(map(len, seen)) == 6000
+    small_bytes = sum(len(text) for text in seen if text.startswith("small"))
+    assert small_bytes == corpus.text_bytes("train", "small") < 3000  # gives all it has
+    heldout = corpus.file("heldout", "large")
+    for number in range(len(heldout.start_M)):
+        assert corpus.tokenizer.decode(heldout.document(number)) not in seen
 
 
 def test_a_limit_takes_the_first_megabytes(inputs, tmp_path):

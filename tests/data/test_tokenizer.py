@@ -76,6 +76,33 @@ def test_a_text_cut_into_parts_is_given_back(tiny_tokenizer, text, limit):
         tokenizer_module.ENCODE_CHARACTERS = original
 
 
+LINES = st.lists(
+    st.tuples(
+        st.sampled_from(["\n", "\n\n", "\n  \n", "\n\n\n  ", "\r\n", " \n\t"]),
+        st.text("ab 1.,é", min_size=1, max_size=10).filter(str.strip),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(lines=LINES, limit=st.integers(60, 100))
+@example(lines=[("\n\n", "ab")] * 40, limit=75)
+@example(lines=[("\n\n", "ab")] * 40, limit=76)
+@example(lines=[("\n\n", "ab")] * 40, limit=77)
+@example(lines=[("\n\n", "ab")] * 40, limit=78)
+def test_a_cut_at_a_line_end_changes_no_id(tiny_tokenizer, lines, limit):
+    text = "start" + "".join(separator + line for separator, line in lines)
+    whole = tiny_tokenizer.encode(text)
+    original = tokenizer_module.ENCODE_CHARACTERS
+    tokenizer_module.ENCODE_CHARACTERS = limit
+    try:
+        assert all(part[-1] == "\n" for part in list(bounded_parts(text))[:-1])
+        assert tiny_tokenizer.encode(text) == whole
+    finally:
+        tokenizer_module.ENCODE_CHARACTERS = original
+
+
 @pytest.mark.parametrize("unit", [" ", "\t", "\n", " \n", "a", "1", "!", "\U0001f600", "a "])
 def test_F05_a_long_run_of_anything_is_quick_and_exact(tiny_tokenizer, unit):
     """A million spaces at once abort tiktoken's regex engine."""
@@ -85,9 +112,10 @@ def test_F05_a_long_run_of_anything_is_quick_and_exact(tiny_tokenizer, unit):
     assert time.perf_counter() - start < 20
 
 
-def test_F05_a_line_of_50_megabytes(tiny_tokenizer, tmp_path):
+def test_F05_a_line_of_50_megabytes(tiny_tokenizer, tmp_path, make_text):
     """No line end in it, and at its end one word of 5 MB."""
-    text = "some words of a very long line " * 1_450_000 + "x" * 5_000_000
+    words = make_text(7, 200).replace("\n", " ")
+    text = words * (45_000_000 // len(words)) + "x" * 5_000_000
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"text": text}))
     (document,) = read_documents(path, "d", ReadReport())

@@ -36,7 +36,9 @@ def make_layer(width: int = 40, **moe: Any) -> MoELayer:
     return layer
 
 
-def make_model(seed: int = 3, model: ModelConfig = SMALL, dtype: torch.dtype = torch.float32, **moe: Any) -> Transformer:
+def make_model(
+    seed: int = 3, model: ModelConfig = SMALL, dtype: torch.dtype = torch.float32, **moe: Any
+) -> Transformer:
     """A small transformer of unequal sizes: E 6, F 16, unless told otherwise."""
     sizes = {"num_experts": 6, "expert_width": 16, "experts_per_token": 2, "allow_leak": True}
     return build_model(model, MoEConfig(**{**sizes, **moe}), seed=seed, compute_dtype=dtype)

@@ -24,7 +24,11 @@ def loop_attention(module: Attention, config: ModelConfig, x_SD: Tensor, documen
     """One sequence, one query, one head, one key at a time, in float64; positions restart in each document."""
     heads, kv_heads, size = config.heads, config.resolved_kv_heads, config.resolved_head_dim
     weight = module.query_key_value.weight.double()
-    weights = weight[: heads * size], weight[heads * size : (heads + kv_heads) * size], weight[(heads + kv_heads) * size :]
+    weights = (
+        weight[: heads * size],
+        weight[heads * size : (heads + kv_heads) * size],
+        weight[(heads + kv_heads) * size :],
+    )
     position = [t - document.index(d) for t, d in enumerate(document)]
     rows: list[list[list[Tensor]]] = []  # query, key, value; position; head
     for which, w in enumerate(weights):
@@ -78,7 +82,9 @@ def test_attention_is_the_loop(case: str, packed: bool) -> None:
     )
     mask = attention_mask(2, 7, CPU, torch.float32, document_BS)
     out_BSD = module(x_BSD, rotation, mask)
-    loop_BSD = torch.stack([loop_attention(module, config, x, d) for x, d in zip(x_BSD.double(), documents, strict=True)])
+    loop_BSD = torch.stack(
+        [loop_attention(module, config, x, d) for x, d in zip(x_BSD.double(), documents, strict=True)]
+    )
     parameters = list(module.parameters())
     found = torch.autograd.grad((out_BSD * upstream_BSD).sum(), parameters)
     expected = torch.autograd.grad((loop_BSD * upstream_BSD).sum(), parameters)

@@ -90,7 +90,9 @@ def test_the_threshold_phase_closes_the_leak(name: str) -> None:
     other_BS = token_BS.clone()
     other_BS[:, 7:] = (other_BS[:, 7:] + 1) % 37
     with torch.no_grad():
-        first, second = (model(t, RoutingContext(B, S, mode="train", threshold_phase=True)) for t in (token_BS, other_BS))
+        first, second = (
+            model(t, RoutingContext(B, S, mode="train", threshold_phase=True)) for t in (token_BS, other_BS)
+        )
     assert first[:, :7].equal(second[:, :7]) and not first[:, 7:].isclose(second[:, 7:]).all()
 
 

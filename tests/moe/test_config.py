@@ -71,7 +71,9 @@ def check_message(error: pytest.ExceptionInfo[ConfigError], key: str, value: str
     assert message.startswith(key) and value in message and remedy in message, message
 
 
-@pytest.mark.parametrize(("given", "key", "value", "remedy"), BAD_MODELS, ids=lambda v: str(v) if isinstance(v, dict) else "")
+@pytest.mark.parametrize(
+    ("given", "key", "value", "remedy"), BAD_MODELS, ids=lambda v: str(v) if isinstance(v, dict) else ""
+)
 def test_a_bad_model_is_refused(given: dict[str, Any], key: str, value: str, remedy: str) -> None:
     """Key, value and remedy are all in the message."""
     with pytest.raises(ConfigError) as error:
@@ -79,7 +81,9 @@ def test_a_bad_model_is_refused(given: dict[str, Any], key: str, value: str, rem
     check_message(error, key, value, remedy)
 
 
-@pytest.mark.parametrize(("given", "key", "value", "remedy"), BAD_MOES, ids=lambda v: str(v) if isinstance(v, dict) else "")
+@pytest.mark.parametrize(
+    ("given", "key", "value", "remedy"), BAD_MOES, ids=lambda v: str(v) if isinstance(v, dict) else ""
+)
 def test_a_bad_mixture_is_refused(given: dict[str, Any], key: str, value: str, remedy: str) -> None:
     """Key, value and remedy are all in the message."""
     with pytest.raises(ConfigError) as error:

@@ -107,7 +107,9 @@ def test_the_cut_into_micro_batches_does_not_matter(cuts: list[int]) -> None:
     for sizes in ([6], cuts):
         layer.zero_grad()
         log: dict[str, Tensor] = {}
-        for x, valid, upstream in zip(x_BSD.split(sizes), valid_BS.split(sizes), upstream_BSD.split(sizes), strict=True):
+        for x, valid, upstream in zip(
+            x_BSD.split(sizes), valid_BS.split(sizes), upstream_BSD.split(sizes), strict=True
+        ):
             context = RoutingContext(len(x), S, valid, mode="train", step_groups=6, step_tokens=17, auxiliary=log)
             (layer(x, context) * upstream).sum().backward()
         found.append(gradients(layer) | log)

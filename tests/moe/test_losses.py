@@ -54,7 +54,9 @@ def test_balance_gradient_flows_through_the_probabilities_only() -> None:
     switch_balance(scores_GNE, assigned_GNE, 2).sum().backward()
     # f = (1/4, 2/4, 1/4). Normalisation of the scores projects: d/ds_i = g_i - sum_j g_j p_j, with g = E f / T.
     g = [3 * f / 2 for f in (0.25, 0.5, 0.25)]
-    expected = [[g[i] - sum(a * b for a, b in zip(g, p, strict=True)) for i in range(3)] for p in scores_GNE[0].tolist()]
+    expected = [
+        [g[i] - sum(a * b for a, b in zip(g, p, strict=True)) for i in range(3)] for p in scores_GNE[0].tolist()
+    ]
     torch.testing.assert_close(scores_GNE.grad[0], torch.tensor(expected))
 
 

@@ -60,7 +60,10 @@ def test_the_order_of_construction_does_not_matter(monkeypatch: pytest.MonkeyPat
 
 def test_a_deeper_model_begins_with_the_same_layers() -> None:
     """3 and 7 layers: the shared layers are bit-equal, except that those on the residual path shrink by sqrt(2 L)."""
-    shallow, deep = state(make_model(router="token_choice")), state(make_model(model=model_config(layers=7), router="token_choice"))
+    shallow, deep = (
+        state(make_model(router="token_choice")),
+        state(make_model(model=model_config(layers=7), router="token_choice")),
+    )
     assert set(shallow) < set(deep)
     for name, value in shallow.items():
         if name.endswith(RESIDUAL):
@@ -119,14 +122,17 @@ def test_the_hand_counted_anchor() -> None:
 
 def test_an_untied_head_is_counted_and_a_tied_one_is_not_counted_twice() -> None:
     """The difference is V * D."""
-    counts = [parameter_counts(make_model(model=model_config(tie_embeddings=tie), router="dense"))[0] for tie in (True, False)]
+    counts = [
+        parameter_counts(make_model(model=model_config(tie_embeddings=tie), router="dense"))[0] for tie in (True, False)
+    ]
     assert counts[1] - counts[0] == 37 * 24
 
 
 def test_grouped_heads_of_any_size_are_counted() -> None:
     """H head_dim queries and 2 H_kv head_dim keys and values; head_dim need not divide the width."""
     counts = [
-        parameter_counts(make_model(model=model_config(heads=5, kv_heads=kv, head_dim=10), router="dense"))[0] for kv in (1, 5)
+        parameter_counts(make_model(model=model_config(heads=5, kv_heads=kv, head_dim=10), router="dense"))[0]
+        for kv in (1, 5)
     ]
     assert counts[1] - counts[0] == 3 * (2 * 4 * 10) * 24
 

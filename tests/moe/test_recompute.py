@@ -46,7 +46,9 @@ def test_recompute_gives_bit_equal_gradients(backend: str, name: str, tied: bool
     layer = build(name, backend=backend)
     x_BSD = torch.randn(1, 1, D).expand(4, 16, D) if tied else torch.randn(4, 16, D)
     if hasattr(layer.router, "cutoff_E"):  # some experts take all of the equal rows, some none
-        layer.router.cutoff_E.copy_(layer.router(x_BSD[0, :1], RoutingContext(1, 1)).scores_TE[0] * torch.tensor([0.5, 2] * 4))
+        layer.router.cutoff_E.copy_(
+            layer.router(x_BSD[0, :1], RoutingContext(1, 1)).scores_TE[0] * torch.tensor([0.5, 2] * 4)
+        )
     plain, _ = run(layer, x_BSD, recompute=False)
     recomputed, seen = run(layer, x_BSD, recompute=True)
     for key, value in plain.items():

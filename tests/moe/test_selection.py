@@ -27,7 +27,9 @@ def best(row: list[float], count: int) -> list[int]:
 
 
 @given(tables())
-def test_the_largest_are_kept_in_rising_order_and_ties_go_to_the_lowest_index(case: tuple[list[list[float]], int]) -> None:
+def test_the_largest_are_kept_in_rising_order_and_ties_go_to_the_lowest_index(
+    case: tuple[list[list[float]], int],
+) -> None:
     """The indices, and the smallest value that was kept."""
     rows, count = case
     values_XN = torch.tensor(rows)

@@ -18,7 +18,13 @@ SECOND = [[0.0, 0.75], [0.25, 1.0], [0.125, 0.25], [1.0, 0.5]]
 
 
 def threshold(**moe: Any) -> Any:
-    sizes = {"router": "threshold", "num_experts": 2, "experts_per_token": 1, "group_sequences": 1, "threshold_decay": 0.75}
+    sizes = {
+        "router": "threshold",
+        "num_experts": 2,
+        "experts_per_token": 1,
+        "group_sequences": 1,
+        "threshold_decay": 0.75,
+    }
     return make_router(**{**sizes, **moe})
 
 

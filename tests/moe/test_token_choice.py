@@ -10,11 +10,13 @@ from torch import nn
 
 from moe.config import ConfigError, MoEConfig
 from moe.routing import RoutingContext
-from tests.moe.helpers import make_layer, make_router, pairs, select
+from tests.moe.helpers import make_layer, make_router, pairs
 
 
 def token_choice(**moe: Any) -> Any:
-    return make_router(**{"router": "token_choice", "num_experts": 4, "experts_per_token": 2, "group_sequences": 1, **moe})
+    return make_router(
+        **{"router": "token_choice", "num_experts": 4, "experts_per_token": 2, "group_sequences": 1, **moe}
+    )
 
 
 def weights(**moe: Any) -> list[float]:
@@ -66,7 +68,9 @@ def test_renormalising_one_expert_is_refused() -> None:
 def test_renormalised_weights_are_finite_when_every_sigmoid_underflows() -> None:
     """All scores 0: weights 0 and gradient 0, not NaN."""
     logits_TE = torch.full((3, 4), -200.0, requires_grad=True)
-    routing = token_choice(score="sigmoid", renormalize=True).select(logits_TE.sigmoid(), logits_TE, RoutingContext(1, 3))
+    routing = token_choice(score="sigmoid", renormalize=True).select(
+        logits_TE.sigmoid(), logits_TE, RoutingContext(1, 3)
+    )
     routing.weight_A.sum().backward()
     assert routing.weight_A.eq(0).all()
     assert logits_TE.grad.eq(0).all()

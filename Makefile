@@ -1,0 +1,36 @@
+# Two targets matter: `make train` and `make test`. Each sets up .venv first, once per change of the requirements.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+CORPUS := corpora/default
+
+.PHONY: train test test-all lint format setup
+
+train: setup
+	$(BIN)/python -m data.prepare --output $(CORPUS) --vocabulary-size 2048
+	$(BIN)/python train.py configs/quickstart.toml --run.resume auto
+	$(BIN)/python -m eval.report runs/quickstart
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,corpus]'
+	touch $(READY)
