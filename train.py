@@ -28,10 +28,10 @@ from moe.initialization import build_model, parameter_counts
 from moe.model import Transformer
 from training.checkpoint import CheckpointError, load_model, load_optimizer, save_checkpoint
 from training.config import Config
-from training.device import choose_device, keep_freed_memory, peak_flops
+from training.device import choose_device, compute_dtype, keep_freed_memory, peak_flops
 from training.load_config import load_config
 from training.optimizer import build_optimizer
-from training.run import COMPUTE_DTYPE, Run, RunError
+from training.run import Run, RunError
 from training.step import NonFiniteGradient, StepResult, train_step
 from training.telemetry import LoadCounter, RunLog, progress_line, status_text
 
@@ -75,11 +75,12 @@ def train(config: Config, console: Console) -> int:
 
     run, checkpoint = Run.create(config)
     if checkpoint is not None and checkpoint.step == config.training.steps:
-        console.print(f"{run.folder} has all its {checkpoint.step} steps; scoreboard: python -m eval.report {run.folder}")
+        console.print(
+            f"{run.folder} has all its {checkpoint.step} steps; scoreboard: python -m eval.report {run.folder}"
+        )
         return 0
-    model = build_model(
-        config.model, config.moe, config.run.seed, device, COMPUTE_DTYPE[config.training.precision]
-    )
+    dtype = compute_dtype(config.training.precision, device)
+    model = build_model(config.model, config.moe, config.run.seed, device, dtype)
     optimizer = build_optimizer(model, config.training)
     first_step = 0
     if checkpoint is not None:
@@ -151,9 +152,10 @@ def describe(
     """Say what is about to happen, and how load is balanced."""
     config, moe = run.config, run.config.moe
     total, active = parameter_counts(model)
+    dtype = str(model.compute_dtype).removeprefix("torch.")
     console.print(
         f"{run.folder}: {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active a token, on {device.type} in "
-        f"{config.training.precision}; corpus {corpus.sha256[:12]} ({len(corpus.domains)} domains); "
+        f"{dtype}; corpus {corpus.sha256[:12]} ({len(corpus.domains)} domains); "
         f"{config.training.steps} steps of {config.tokens_per_step:,} tokens"
     )
     if moe.is_moe:

@@ -33,14 +33,16 @@ ATTENTION_OPERATORS = ("scaled_dot_product",)
 def main(arguments: list[str]) -> int:
     """Command line; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
-    parser.add_argument("config", nargs="?", default="configs/speed.toml")
     parser.add_argument("--peer", choices=["transformers"], help="also time this library's model of the same shape")
     parser.add_argument("--repeats", type=int, default=7, help="counted steps of each contender")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
     parser.add_argument("--json", help="also write the results to this file")
-    options, flags = parser.parse_known_args(arguments)
+    # The configuration's name is taken off first: the parser would take a flag's value for it.
+    named = bool(arguments) and not arguments[0].startswith("-")
+    path, rest = (arguments[0], arguments[1:]) if named else ("configs/speed.toml", arguments)
+    options, flags = parser.parse_known_args(rest)
     try:
-        config = load_config([options.config, *flags], "python -m benchmarks.train_step")
+        config = load_config([path, *flags], "python -m benchmarks.train_step")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -142,11 +144,11 @@ def build_choir(config: Config, device: Any, name: str) -> tuple[Callable[[], ob
 
     from data.batches import Batch
     from moe.initialization import build_model, parameter_counts
+    from training.device import compute_dtype
     from training.optimizer import build_optimizer
-    from training.run import COMPUTE_DTYPE
     from training.step import train_step
 
-    model = build_model(config.model, config.moe, 0, device, COMPUTE_DTYPE[config.training.precision])
+    model = build_model(config.model, config.moe, 0, device, compute_dtype(config.training.precision, device))
     optimizer = build_optimizer(model, config.training)
     token_BS, label_BS = random_tokens(config)
     batch = Batch(token_BS, label_BS, torch.zeros(token_BS.shape[0], dtype=torch.int64))
@@ -231,7 +233,17 @@ def report(config: Config, results: list[Result]) -> None:
         title=f"{tokens:,} tokens a step, {config.training.precision}, {config.moe.router}, "
         f"{len(results[0].seconds)} steps each, in turn"
     )
-    for column in ("", "parameters", "tokens/s", "step s: median", "min - max", "ratio", "GEMM", "attention", "peak GiB"):
+    for column in (
+        "",
+        "parameters",
+        "tokens/s",
+        "step s: median",
+        "min - max",
+        "ratio",
+        "GEMM",
+        "attention",
+        "peak GiB",
+    ):
         table.add_column(column, justify="left" if not column else "right")
     base = results[0].seconds
     for result in results:

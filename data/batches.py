@@ -113,10 +113,7 @@ class Batches:
         """
         stop = self.batch_sequences if stop is None else stop
         if not 0 <= start <= stop <= self.batch_sequences:
-            raise DataError(
-                f"rows [{start}, {stop}) were asked for; a batch has rows "
-                f"[0, {self.batch_sequences})"
-            )
+            raise DataError(f"rows [{start}, {stop}) were asked for; a batch has rows [0, {self.batch_sequences})")
         if step < 0:
             raise DataError(f"the step is {step}; allowed are 0 and up")
         window_BS = np.empty((stop - start, self.sequence_length + 1), dtype=np.int64)
@@ -160,7 +157,8 @@ def heldout_windows(
         corpus: an open corpus.
         sequence_length: S.
         batch_sequences: B, the rows of every batch.
-        max_tokens: stop a domain after this many labels; None reads all.
+        max_tokens: about so many labels of each domain, in whole windows spread evenly over
+            its held-out text; None reads all.
 
     Raises:
         DataError: an argument is not positive, or the corpus holds nothing out.
@@ -170,9 +168,7 @@ def heldout_windows(
     if max_tokens is not None:
         _require_positive("max_tokens", max_tokens)
     if not any(len(corpus.tokens("heldout", domain)) for domain in corpus.domains):
-        raise DataError(
-            f"{corpus.folder} holds nothing out; build it with --heldout-fraction above 0"
-        )
+        raise DataError(f"{corpus.folder} holds nothing out; build it with --heldout-fraction above 0")
     return _heldout_windows(corpus, sequence_length, batch_sequences, max_tokens)
 
 
@@ -180,26 +176,24 @@ def _heldout_windows(
     corpus: Corpus, sequence_length: int, batch_sequences: int, max_tokens: int | None
 ) -> Iterator[HeldoutBatch]:
     end_of_text = corpus.tokenizer.end_of_text
-    shape = (batch_sequences, sequence_length)
+    length = sequence_length
     for domain in corpus.domains:
         token_N = corpus.tokens("heldout", domain)
-        total = len(token_N) if max_tokens is None else min(len(token_N), max_tokens)
-        for first in range(0, total, batch_sequences * sequence_length):
-            last = min(first + batch_sequences * sequence_length, total)
-            count = last - first
-            token_T = np.full(batch_sequences * sequence_length, end_of_text, dtype=np.int64)
-            label_T = np.full_like(token_T, IGNORED_LABEL)
-            token_T[:count] = token_N[first:last]
-            label_T[:count] = end_of_text  # stays where the domain ends
-            following = token_N[first + 1 : last + 1]
-            label_T[: len(following)] = following
-            label_BS = torch.from_numpy(label_T.reshape(shape))
-            yield HeldoutBatch(
-                domain,
-                torch.from_numpy(token_T.reshape(shape)),
-                label_BS,
-                label_BS != IGNORED_LABEL,
-            )
+        # One label more than tokens: the marker after the last document.
+        label_N = np.append(token_N[1:], token_N.dtype.type(end_of_text))
+        windows = -(-len(token_N) // length)
+        wanted = windows if max_tokens is None else min(windows, -(-max_tokens // length))
+        # Spread over the split: its first windows might be one long document.
+        chosen = [index * windows // wanted for index in range(wanted)]
+        for first in range(0, wanted, batch_sequences):
+            token_BS = np.full((batch_sequences, length), end_of_text, dtype=np.int64)
+            label_BS = np.full_like(token_BS, IGNORED_LABEL)
+            for row, window in enumerate(chosen[first : first + batch_sequences]):
+                tokens = token_N[window * length : (window + 1) * length]
+                token_BS[row, : len(tokens)] = tokens
+                label_BS[row, : len(tokens)] = label_N[window * length : window * length + len(tokens)]
+            labels = torch.from_numpy(label_BS)
+            yield HeldoutBatch(domain, torch.from_numpy(token_BS), labels, labels != IGNORED_LABEL)
 
 
 def document_numbers(token_BS: Tensor, end_of_text: int) -> Tensor:
@@ -221,9 +215,7 @@ def _require_positive(name: str, value: int) -> None:
         raise DataError(f"{name} is {value!r}; allowed are integers >= 1")
 
 
-def _require_enough(
-    corpus: Corpus, windows: list[int], sequence_length: int, batch_sequences: int
-) -> None:
+def _require_enough(corpus: Corpus, windows: list[int], sequence_length: int, batch_sequences: int) -> None:
     for domain, count in zip(corpus.domains, windows, strict=True):
         if count == 0:
             raise DataError(

@@ -167,9 +167,7 @@ def _gather(
                 break
     if not domain.sizes:
         raise DataError(f'no tokens written: the domain "{domain.name}" {_emptiness(domain)}')
-    domain.held_out = choose_held_out(
-        domain.name, domain.rank_keys, domain.sizes, settings["heldout_fraction"]
-    )
+    domain.held_out = choose_held_out(domain.name, domain.rank_keys, domain.sizes, settings["heldout_fraction"])
     return domain
 
 
@@ -233,14 +231,10 @@ def _equal_shares(sizes: dict[str, int], total: int) -> dict[str, int]:
     return shares
 
 
-def _encode(
-    folder: Path, split: str, domain: GatheredDomain, spool: Spool, tokenizer: Tokenizer
-) -> TokenHeader:
+def _encode(folder: Path, split: str, domain: GatheredDomain, spool: Spool, tokenizer: Tokenizer) -> TokenHeader:
     path = folder / split / f"{domain.name}.bin"
     path.parent.mkdir(exist_ok=True)
-    with write_token_file(
-        path, tokenizer.vocabulary_size, tokenizer.end_of_text, tokenizer.sha256
-    ) as writer:
+    with write_token_file(path, tokenizer.vocabulary_size, tokenizer.end_of_text, tokenizer.sha256) as writer:
         for text in domain.texts(spool, split):
             writer.add(tokenizer.encode_array(text), text_bytes=len(text.encode("utf-8")))
     return writer.header

@@ -89,9 +89,7 @@ class Corpus:
                 file = TokenFile(folder / split / f"{domain}.bin")
                 _require_same_tokenizer(file.path, file.header.tokenizer_sha256, expected_tokenizer)
                 files[split, domain] = file
-        found_sum = corpus_sha256(
-            tokenizer.sha256, {key: file.header for key, file in files.items()}
-        )
+        found_sum = corpus_sha256(tokenizer.sha256, {key: file.header for key, file in files.items()})
         if found_sum != expected_sum:
             raise DataError(
                 f"{folder}: expected the corpus with sha256 {expected_sum[:12]}, found "
@@ -177,8 +175,7 @@ def read_description(folder: Path) -> dict:
         description = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise DataError(
-            f"{folder} is not a corpus (no corpus.json); make one: "
-            f"python -m data.prepare --output {folder}"
+            f"{folder} is not a corpus (no corpus.json); make one: python -m data.prepare --output {folder}"
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error

@@ -44,9 +44,7 @@ class Deduplicator:
         multipliers = _mix(np.arange(1, BANDS * ROWS_PER_BAND + 1, dtype=np.uint64))
         self._multipliers = multipliers | np.uint64(1)  # odd: x -> a*x is a bijection
 
-    def find_earlier_or_add(
-        self, text: str, key: int, text_of_key: Callable[[int], str]
-    ) -> int | None:
+    def find_earlier_or_add(self, text: str, key: int, text_of_key: Callable[[int], str]) -> int | None:
         """Find an earlier near-duplicate of `text`, or else remember it under `key`.
 
         Args:

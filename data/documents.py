@@ -1,10 +1,10 @@
-"""User files to documents: .txt, .jsonl and .jsonl.gz.
+r"""User files to documents: .txt, .jsonl and .jsonl.gz.
 
 The rules, which hold for every reader:
 
 - UTF-8 only; a byte-order mark at the start of a file is dropped.
 - CRLF and a lone CR become LF.
-- Lone surrogates (a JSON text may hold them as ``\\udcb2``) become U+FFFD and
+- Lone surrogates (a JSON text may hold them as ``\udcb2``) become U+FFFD and
   are counted.
 - Empty and blank documents are skipped and counted.
 - A .jsonl line ends at LF only, so U+2028 and U+0085 do not split it.
@@ -64,9 +64,7 @@ class ReadReport:
             self.messages.append(message)
 
 
-def read_documents(
-    path: Path, domain: str, report: ReadReport, text_key: str = "text"
-) -> Iterator[Document]:
+def read_documents(path: Path, domain: str, report: ReadReport, text_key: str = "text") -> Iterator[Document]:
     """Yield the documents of one file by its suffix.
 
     Args:
@@ -126,10 +124,7 @@ def decode_utf8(data: bytes, where: str, first_line: int = 1) -> str:
         DataError: names the line and the byte position within `data`.
     """
     if first_line == 1 and data.startswith(_UTF16_MARKS):
-        raise DataError(
-            f"{where}, line 1, byte 0: the file is UTF-16; "
-            "convert it first: iconv -f UTF-16 -t UTF-8"
-        )
+        raise DataError(f"{where}, line 1, byte 0: the file is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8")
     try:
         text = data.decode("utf-8")
         problem_at = data.find(b"\0")
@@ -152,9 +147,7 @@ def _read_text_file(path: Path, domain: str, report: ReadReport) -> Iterator[Doc
         yield Document(domain, path.name, text)
 
 
-def _read_json_lines(
-    path: Path, domain: str, report: ReadReport, text_key: str
-) -> Iterator[Document]:
+def _read_json_lines(path: Path, domain: str, report: ReadReport, text_key: str) -> Iterator[Document]:
     for number, line in _numbered_lines(path):
         content = decode_utf8(line, f"{path}", first_line=number)
         if number == 1:
@@ -178,9 +171,7 @@ def _text_of_line(content: str, where: str, text_key: str, report: ReadReport) -
         report.add_error_line(f"{where}: not valid JSON ({reason})")
         return None
     if not isinstance(record, dict):
-        report.add_error_line(
-            f'{where}: a JSON {type(record).__name__}, expected an object with the key "{text_key}"'
-        )
+        report.add_error_line(f'{where}: a JSON {type(record).__name__}, expected an object with the key "{text_key}"')
     elif text_key not in record:
         keys = ", ".join(json.dumps(key) for key in list(record)[:8]) or "none"
         report.add_error_line(f'{where}: no key "{text_key}" (its keys: {keys})')
@@ -209,8 +200,7 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > MAXIMUM_LINE_BYTES:
                 raise DataError(
-                    f"{path}, line {number}: longer than {MAXIMUM_LINE_BYTES:,} bytes; "
-                    "give one document a line"
+                    f"{path}, line {number}: longer than {MAXIMUM_LINE_BYTES:,} bytes; give one document a line"
                 )
             yield number, line
 

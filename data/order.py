@@ -46,9 +46,7 @@ class SampleOrder:
         block_counts: samples of each domain in a block; they sum to 1,024.
     """
 
-    def __init__(
-        self, windows_per_domain: Sequence[int], weights: Sequence[float], seed: int
-    ) -> None:
+    def __init__(self, windows_per_domain: Sequence[int], weights: Sequence[float], seed: int) -> None:
         """Plan the order.
 
         Args:
@@ -115,18 +113,12 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     weight_sum = math.fsum(weights)
     floor_part = sum(weight > 0 for weight in weights)
     if floor_part > total:
-        raise DataError(
-            f"{floor_part} domains have a weight above 0; allowed are at most {total}; merge some"
-        )
+        raise DataError(f"{floor_part} domains have a weight above 0; allowed are at most {total}; merge some")
     quotas = [weight / weight_sum * total for weight in weights]
     counts = [max(int(quota), 1) if quota > 0 else 0 for quota in quotas]
     while sum(counts) != total:  # each turn moves the count that is furthest from its quota
         step = 1 if sum(counts) < total else -1
-        allowed = [
-            domain
-            for domain, count in enumerate(counts)
-            if weights[domain] > 0 and count + step >= 1
-        ]
+        allowed = [domain for domain, count in enumerate(counts) if weights[domain] > 0 and count + step >= 1]
         counts[max(allowed, key=lambda domain: step * (quotas[domain] - counts[domain]))] += step
     return tuple(counts)
 
@@ -160,9 +152,7 @@ def _grid(size: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=1024)
 def _key(*parts: int | str) -> tuple[int, ...]:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8 * _ROUNDS).digest()
-    return tuple(
-        int.from_bytes(digest[start : start + 8], "little") for start in range(0, 8 * _ROUNDS, 8)
-    )
+    return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, 8 * _ROUNDS, 8))
 
 
 def _hash64(value: int) -> int:
@@ -185,9 +175,7 @@ def _require_valid(windows_per_domain: Sequence[int], weights: Sequence[float], 
             "give one of each for every domain, and at least one domain"
         )
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights) > 0:
-        raise DataError(
-            f"the weights are {list(weights)}; they must be finite, >= 0, and not all 0"
-        )
+        raise DataError(f"the weights are {list(weights)}; they must be finite, >= 0, and not all 0")
     for domain, (windows, weight) in enumerate(zip(windows_per_domain, weights, strict=True)):
         if windows < 0 or (windows == 0 and weight > 0):
             raise DataError(

@@ -92,9 +92,7 @@ def prepare(
     return Corpus.open(output)
 
 
-def _require_settings(
-    vocabulary_size: int, heldout_fraction: float, megabytes: float | None, seed: int
-) -> None:
+def _require_settings(vocabulary_size: int, heldout_fraction: float, megabytes: float | None, seed: int) -> None:
     require_vocabulary_size(vocabulary_size)
     if not 0 <= heldout_fraction <= 0.5:
         raise DataError(f"the held-out fraction is {heldout_fraction}; allowed are 0 to 0.5")
@@ -112,9 +110,7 @@ def _built_in_inputs(domains: Sequence[str] | None) -> list[DomainInput]:
                 f'there is no built-in domain "{name}"; there are {", ".join(SOURCES)} '
                 "(for files of your own use --input)"
             )
-    return [
-        DomainInput(name, SOURCES[name].description(), SOURCES[name].documents) for name in chosen
-    ]
+    return [DomainInput(name, SOURCES[name].description(), SOURCES[name].documents) for name in chosen]
 
 
 def _file_inputs(inputs: dict[str, list[Path]], text_key: str) -> list[DomainInput]:
@@ -129,9 +125,7 @@ def _file_inputs(inputs: dict[str, list[Path]], text_key: str) -> list[DomainInp
         for path in paths:
             require_input_file(path)
 
-        def documents(
-            report: ReadReport, name: str = name, paths: list[Path] = paths
-        ) -> Iterator[Document]:
+        def documents(report: ReadReport, name: str = name, paths: list[Path] = paths) -> Iterator[Document]:
             for path in paths:
                 yield from read_documents(path, name, report, text_key)
 
@@ -154,18 +148,14 @@ def _existing_corpus(output: Path, settings: dict[str, Any], overwrite: bool) ->
     if not output.exists() or not any(output.iterdir()):
         return None
     if not (output / "corpus.json").is_file():
-        raise DataError(
-            f"{output} exists and is not a corpus; it is left alone, choose another --output"
-        )
+        raise DataError(f"{output} exists and is not a corpus; it is left alone, choose another --output")
     try:
         _require_same_settings(output, settings)
         return Corpus.open(output)
     except DataError as error:
         if overwrite:
             return None
-        raise DataError(
-            f"{error}; choose another --output, or --overwrite to replace it"
-        ) from error
+        raise DataError(f"{error}; choose another --output, or --overwrite to replace it") from error
 
 
 def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
@@ -181,9 +171,7 @@ def _differences(existing: object, wanted: object, name: str = "") -> list[str]:
         return [
             difference
             for key in keys
-            for difference in _differences(
-                existing.get(key), wanted.get(key), f"{name}.{key}" if name else str(key)
-            )
+            for difference in _differences(existing.get(key), wanted.get(key), f"{name}.{key}" if name else str(key))
         ]
     if isinstance(existing, list) and isinstance(wanted, list) and len(existing) == len(wanted):
         return _differences(dict(enumerate(existing)), dict(enumerate(wanted)), name)

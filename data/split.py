@@ -36,9 +36,7 @@ def rank_key(text: str, seed: int) -> bytes:
     return hashlib.blake2b(text.encode("utf-8"), digest_size=16, key=key).digest()
 
 
-def choose_held_out(
-    domain: str, keys: Sequence[bytes], sizes: Sequence[int], fraction: float
-) -> HeldOut:
+def choose_held_out(domain: str, keys: Sequence[bytes], sizes: Sequence[int], fraction: float) -> HeldOut:
     """Choose what a domain holds out: about `fraction` of its bytes.
 
     Documents are taken by rank until the target is met; one that would more

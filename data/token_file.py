@@ -163,9 +163,7 @@ def write_token_file(
     """
     path = Path(path)
     if not 0 <= end_of_text < vocabulary_size:
-        raise DataError(
-            f"the end-of-text id is {end_of_text}; allowed are 0 to {vocabulary_size - 1}"
-        )
+        raise DataError(f"the end-of-text id is {end_of_text}; allowed are 0 to {vocabulary_size - 1}")
     # An old header must not vouch for new data.
     _header_path(path).unlink(missing_ok=True)
     with write_atomically(path) as file:
@@ -209,8 +207,7 @@ class TokenFile:
         """Give the ids of one document, without its marker."""
         if not 0 <= number < len(self.start_M):
             raise DataError(
-                f"{self.path}: document {number} of {len(self.start_M)}; "
-                f"allowed are 0 to {len(self.start_M) - 1}"
+                f"{self.path}: document {number} of {len(self.start_M)}; allowed are 0 to {len(self.start_M) - 1}"
             )
         is_last = number + 1 == len(self.start_M)
         end = self.header.tokens if is_last else self.start_M[number + 1]
@@ -283,8 +280,7 @@ def _read_header(path: Path) -> TokenHeader:
                 raise ValueError(f"{field.name} is {content[field.name]!r}")
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} is missing: the token file was not finished or not copied; "
-            "build the corpus again"
+            f"{path} is missing: the token file was not finished or not copied; build the corpus again"
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not a readable header ({error})") from error

@@ -127,18 +127,12 @@ class Tokenizer:
                 "use a tokenizer.json made by data.prepare"
             ) from error
         size = len(ranks) + len(special)
-        if END_OF_TEXT not in special or sorted([*ranks.values(), *special.values()]) != list(
-            range(size)
-        ):
-            raise DataError(
-                f"{path}: the ids must be 0 to {size - 1}, each once, with {END_OF_TEXT} among them"
-            )
+        if END_OF_TEXT not in special or sorted([*ranks.values(), *special.values()]) != list(range(size)):
+            raise DataError(f"{path}: the ids must be 0 to {size - 1}, each once, with {END_OF_TEXT} among them")
         if not all(bytes([byte]) in ranks for byte in range(256)):
             raise DataError(f"{path}: some single bytes have no id, so not every text has ids")
         try:
-            encoding = tiktoken.Encoding(
-                "choir", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-            )
+            encoding = tiktoken.Encoding("choir", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except ValueError as error:
             raise DataError(f"{path}: tiktoken refuses the split pattern ({error})") from error
         return cls(encoding, special[END_OF_TEXT], hashlib.sha256(data).hexdigest())
@@ -155,10 +149,7 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> np.ndarray:
         """Encode like `encode`, to uint32 (N,): a twelfth of the memory of a list of ints."""
-        parts = [
-            np.array(self._encoding.encode_ordinary(part), dtype=np.uint32)
-            for part in bounded_parts(text)
-        ]
+        parts = [np.array(self._encoding.encode_ordinary(part), dtype=np.uint32) for part in bounded_parts(text)]
         return np.concatenate(parts)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -178,9 +169,7 @@ class Tokenizer:
         token_ids = [int(token) for token in token_ids]
         for token in token_ids:
             if not 0 <= token < self.vocabulary_size:
-                raise DataError(
-                    f"the token id {token} is outside the vocabulary of {self.vocabulary_size}"
-                )
+                raise DataError(f"the token id {token} is outside the vocabulary of {self.vocabulary_size}")
         return self._encoding.decode_bytes(token_ids)
 
 

@@ -6,8 +6,9 @@ work raises `ConfigError`, whose message starts with the key to change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # Groups of fewer tokens than this let a flat or chunk expert-choice router exploit what it sees of the future
 # (0.77, 0.055 and 0.004 bits a character were measured at 16, 64 and 2,048 tokens).
@@ -72,6 +73,7 @@ class ModelConfig:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     def __post_init__(self) -> None:
+        require_choices("model", self)
         require_positive(
             "model",
             vocabulary_size=self.vocabulary_size,
@@ -86,7 +88,10 @@ class ModelConfig:
                 f"model.heads = {self.heads} does not divide model.width = {self.width}: "
                 f"choose heads among {divisors(self.width)} or give model.head_dim",
             )
-        require(self.resolved_head_dim >= 2 and self.resolved_head_dim % 2 == 0, f"model.head_dim = {self.resolved_head_dim}: must be even")
+        require(
+            self.resolved_head_dim >= 2 and self.resolved_head_dim % 2 == 0,
+            f"model.head_dim = {self.resolved_head_dim}: must be even",
+        )
         require(
             self.resolved_kv_heads >= 1 and self.heads % self.resolved_kv_heads == 0,
             f"model.kv_heads = {self.resolved_kv_heads} does not divide model.heads = {self.heads}: "
@@ -159,6 +164,7 @@ class MoEConfig:
         return self.experts_per_token * self.expert_width + self.shared_width
 
     def __post_init__(self) -> None:
+        require_choices("moe", self)
         require_positive(
             "moe",
             num_experts=self.num_experts,
@@ -182,22 +188,16 @@ class MoEConfig:
         require(self.route_scale > 0, f"moe.route_scale = {self.route_scale}: must be greater than 0")
         require(self.balance_coefficient >= 0, f"moe.balance_coefficient = {self.balance_coefficient}: must be >= 0")
         require(self.z_coefficient >= 0, f"moe.z_coefficient = {self.z_coefficient}: must be >= 0")
-        require(
-            self.balance_coefficient == 0 or self.router in ("token_choice", "threshold"),
-            f"moe.balance_coefficient = {self.balance_coefficient} has no effect with moe.router = {self.router!r} "
-            "(every expert takes the same number of tokens): set it to 0",
-        )
         if self.capacity_factor is not None:
-            require(
-                self.router == "token_choice",
-                f"moe.capacity_factor = {self.capacity_factor} has no meaning for moe.router = {self.router!r}: "
-                "remove it or use token_choice",
-            )
             require(self.capacity_factor > 0, f"moe.capacity_factor = {self.capacity_factor}: must be above 0")
-        require(
-            not self.renormalize or self.router == "token_choice",
-            f"moe.renormalize = true has no meaning for moe.router = {self.router!r}: remove it or use token_choice",
-        )
+        defaults = {f.name: f.default for f in fields(self)}
+        for key, routers in READ_BY.items():
+            value = getattr(self, key)
+            require(
+                self.router in routers or value == defaults[key],
+                f"moe.{key} = {value} has no effect with moe.router = {self.router!r}: remove it or use "
+                f"{' or '.join(routers)}",
+            )
         require(
             not (self.renormalize and self.experts_per_token == 1),
             "moe.renormalize = true with moe.experts_per_token = 1 makes every weight 1, so the router would get no "
@@ -208,6 +208,30 @@ class MoEConfig:
             f"moe.chunk_length = {self.chunk_length} with moe.group = {self.group!r}: "
             'group = "chunk" needs chunk_length >= 1 and the other groups need 0',
         )
+
+
+# Keys that only some routers read. Setting one to anything but its default elsewhere is an error: a key that does
+# nothing would be mistaken for one that was tried.
+READ_BY = {
+    "group": ("expert_choice", "threshold"),
+    "chunk_length": ("expert_choice", "threshold"),
+    "threshold_after": ("expert_choice",),
+    "threshold_decay": ("expert_choice", "threshold"),
+    "renormalize": ("token_choice",),
+    "capacity_factor": ("token_choice",),
+    "balance_coefficient": ("threshold", "token_choice"),
+    "z_coefficient": ("expert_choice", "threshold", "token_choice"),
+    "score": ("expert_choice", "threshold", "token_choice"),
+    "route_scale": ("expert_choice", "threshold", "token_choice"),
+}
+
+
+def require_choices(section: str, config: Any) -> None:
+    """Every field annotated as a `Literal` must hold one of its values."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal:
+            value = getattr(config, name)
+            require(value in get_args(hint), f"{section}.{name} = {value!r}: must be one of {list(get_args(hint))}")
 
 
 def divisors(number: int) -> list[int]:
@@ -264,8 +288,9 @@ def check_routing(moe: MoEConfig, sequence_length: int, micro_batch_sequences: i
             f"moe.chunk_length = {moe.chunk_length} does not divide training.sequence_length = {sequence_length}",
         )
     expert_choice_capacity(moe, group)
+    safe = moe.router == "threshold" or moe.group == "position" or group.tokens >= LEAK_SAFE_GROUP_TOKENS
     require(
-        moe.router == "threshold" or moe.group == "position" or moe.allow_leak or group.tokens >= LEAK_SAFE_GROUP_TOKENS,
+        safe or moe.allow_leak,
         f'moe.group = "{moe.group}" with {group.tokens} tokens in a group lets earlier tokens see their future: use at '
         f'least {LEAK_SAFE_GROUP_TOKENS} tokens (raise moe.group_sequences), moe.group = "position", or accept it with '
         "moe.allow_leak = true",
@@ -285,8 +310,8 @@ def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup) -> int:
     if group.kind == "chunk":
         raise ConfigError(f"capacity {what} is not a whole number >= 1: change moe.chunk_length = {group.chunk_length}")
     per_sequence = slots // group.sequences
-    works = [g for g in range(1, 4 * moe.num_experts + 1) if per_sequence * g % moe.num_experts == 0]
-    nearest = min(works, key=lambda g: abs(g - group.sequences))
+    unit = moe.num_experts // math.gcd(per_sequence, moe.num_experts)  # the multiples of this work
+    nearest = max(unit, (group.sequences + unit // 2) // unit * unit)
     raise ConfigError(
         f"capacity {what} is not a whole number >= 1: the nearest moe.group_sequences that works is {nearest} "
         f"(given {group.sequences})"

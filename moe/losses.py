@@ -32,14 +32,16 @@ def switch_balance(
         (G,) fp32, 0 for a group without a valid token.
     """
     num_experts = scores_GNE.shape[-1]
+    if valid_GN is not None:
+        # Replaced, not multiplied by 0: padding may hold anything, and 0 * inf is not 0, nor is its gradient.
+        scores_GNE = torch.where(valid_GN[..., None], scores_GNE, 1.0)
     probability_GNE = scores_GNE / scores_GNE.sum(-1, keepdim=True).clamp_min(1e-20)
     assigned_GNE = assigned_GNE.to(scores_GNE.dtype)
     if valid_GN is None:
         tokens_G1 = torch.full_like(scores_GNE[:, :1, 0], scores_GNE.shape[1])
     else:
         keep_GN1 = valid_GN[..., None].to(scores_GNE.dtype)
-        # where, not a product: padding may hold anything, and 0 * inf is not 0.
-        probability_GNE = torch.where(keep_GN1 > 0, probability_GNE, 0.0)
+        probability_GNE = probability_GNE * keep_GN1
         assigned_GNE = assigned_GNE * keep_GN1
         tokens_G1 = keep_GN1.sum(1).clamp_min(1)
     fraction_GE = (assigned_GNE.sum(1) / (tokens_G1 * experts_per_token)).detach()
@@ -56,8 +58,12 @@ def router_z(logits_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
     Returns:
         (T,) fp32; the loss of a batch is the mean over its valid tokens.
     """
-    z_T = torch.logsumexp(logits_TE.float(), -1).square()
-    return z_T if valid_T is None else torch.where(valid_T, z_T, 0.0)
+    logits_TE = logits_TE.float()
+    if valid_T is None:
+        return torch.logsumexp(logits_TE, -1).square()
+    # Masked before and after: a logsumexp of infinite padding has no finite gradient to multiply by 0.
+    z_T = torch.logsumexp(torch.where(valid_T[:, None], logits_TE, 0.0), -1).square()
+    return torch.where(valid_T, z_T, 0.0)
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -92,6 +92,8 @@ class Transformer(nn.Module):
         batch, length = token_BS.shape
         context = RoutingContext(batch, length) if context is None else context
         device, dtype = token_BS.device, self.compute_dtype
+        if document_BS is not None:  # numbered by runs, so that a number used twice in a row is two documents
+            document_BS = F.pad(document_BS[:, 1:] != document_BS[:, :-1], (1, 0)).cumsum(1)
         valid_BS = context.valid_BS
         if cache is not None:
             if document_BS is not None:
@@ -134,7 +136,10 @@ def positions(
     valid_BS: Tensor | None,
     cache: KeyValueCache | None,
 ) -> Tensor:
-    """int64 (B, S) position of each token within its document, not counting padding on its left."""
+    """int64 (B, S) position of each token within its document.
+
+    Padding before a row's first token is not counted. With documents it is: padding is then a document of its own.
+    """
     if cache is not None:
         counted_BS = cache.valid_BS[:, : cache.length + length].cumsum(1)
         return (counted_BS[:, cache.length :] - 1).clamp_min(0)

@@ -16,7 +16,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 # Millions of parameters: all, and active for one token.
 SIZES = {
     "quickstart": (14.4, 3.4),
-    "one-gpu": (300, 100),
+    "one-gpu": (295.9, 97.7),
     "olmoe-1b-7b": (6919, 1282),
     "olmoe-1b-7b-topk": (6919, 1282),
     "speed": (117.5, 29.4),

@@ -85,8 +85,9 @@ class TrainingConfig:
     """AdamW's denominator offset."""
     clip_norm: float = 1.0
     """Global gradient norm is clipped to this; 0 does not clip."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of activations and matrix products. Weights and optimizer state are fp32 always."""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Of activations and matrix products; `auto` takes bf16 where the hardware multiplies it. Weights and optimizer
+    state are fp32 always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
 

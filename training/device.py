@@ -31,6 +31,21 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of `training.precision`: "auto" is bf16 on GPUs and CPUs that multiply it in hardware, else fp32."""
+    if precision == "auto":
+        precision = "bf16" if _multiplies_bf16(device) else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+def _multiplies_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # PyTorch before 2.13 cannot say what the CPU has; fp32 is right on all of them.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of a known GPU; None for a CPU or an unknown one."""
     if device.type != "cuda":

@@ -119,7 +119,9 @@ def _refuse_unknown(given: dict[str, Any], allowed: list[str], prefix: str, sour
         if key in allowed:
             continue
         everywhere = {f"{prefix}{name}": name for name in allowed} | {
-            f"{s.name}.{f.name}": f.name for s in dataclasses.fields(Config) for f in dataclasses.fields(_section_type(s.name))
+            f"{s.name}.{f.name}": f.name
+            for s in dataclasses.fields(Config)
+            for f in dataclasses.fields(_section_type(s.name))
         }
         near = difflib.get_close_matches(key, allowed, 1, 0.5)
         full = [prefix + near[0]] if near else []

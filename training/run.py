@@ -22,10 +22,8 @@ from moe.initialization import build_model
 from moe.model import Transformer
 from training.checkpoint import Checkpoint, load_model, newest_checkpoint
 from training.config import Config
-from training.device import choose_device
+from training.device import choose_device, compute_dtype
 from training.load_config import config_from_dict, config_to_toml, differences, read_toml
-
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RunError(RuntimeError):
@@ -130,14 +128,9 @@ class Run:
 
     def model(self, device: str = "auto") -> Transformer:
         """The model of the newest checkpoint."""
-        config = self.config
-        model = build_model(
-            config.model,
-            config.moe,
-            config.run.seed,
-            choose_device(device),
-            COMPUTE_DTYPE[config.training.precision],
-        )
+        config, where = self.config, choose_device(device)
+        dtype = compute_dtype(config.training.precision, where)
+        model = build_model(config.model, config.moe, config.run.seed, where, dtype)
         load_model(self.checkpoint(), model)
         return model.eval()
 

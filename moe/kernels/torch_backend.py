@@ -115,8 +115,7 @@ class _GroupedMLP(torch.autograd.Function):
         # grouped_mm refuses expanded gradients, as those of a plain sum are.
         dout_AD = dy_TD.contiguous() if token_A is None else dy_TD.index_select(0, token_A)
         gate_AF, up_AF = hidden_AH.chunk(2, dim=1)
-        sigmoid_AF = gate_AF.sigmoid()
-        silu_AF = gate_AF * sigmoid_AF
+        silu_AF = F.silu(gate_AF)
         act_AF = silu_AF * up_AF
 
         # <dout, out> = <dout W2, act>: the weight's gradient needs no second look at the outputs.
@@ -132,9 +131,8 @@ class _GroupedMLP(torch.autograd.Function):
 
         dhidden_AH = torch.empty_like(hidden_AH)
         dgate_AF, dup_AF = dhidden_AH.chunk(2, dim=1)
-        torch.mul(dact_AF, silu_AF, out=dup_AF)
-        # d silu(g) / dg = sigmoid + silu * (1 - sigmoid)
-        torch.mul(dact_AF.mul_(up_AF), sigmoid_AF + silu_AF * (1 - sigmoid_AF), out=dgate_AF)
+        dup_AF.copy_(dact_AF).mul_(silu_AF)
+        dgate_AF.copy_(torch.ops.aten.silu_backward(dact_AF.mul_(up_AF), gate_AF))
         dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
         drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
         dx_TD = drows_AD if combine is None else combine(drows_AD)

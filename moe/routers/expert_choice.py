@@ -23,8 +23,7 @@ class ExpertChoiceRouter(ThresholdRouter):
         if context.mode == "causal" or context.threshold_phase:
             return super().select(scores_TE, logits_TE, context)
         index_GEC = self.choose(scores_TE, context)
-        num_groups, num_experts, _ = index_GEC.shape
-        num_tokens = scores_TE.shape[0]
+        num_tokens, num_experts = scores_TE.shape
         # The token that stands at each position of each group; (E, G*C) after the look-up.
         token_GN = to_groups(
             torch.arange(num_tokens, device=scores_TE.device)[:, None],

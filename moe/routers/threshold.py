@@ -75,9 +75,7 @@ class ThresholdRouter(Router):
             values_TE = scores_TE.detach()
             if context.valid_T is not None:
                 values_TE = values_TE.masked_fill(~context.valid_T[:, None], -torch.inf)
-            values_GNE = to_groups(
-                values_TE, group.kind, group.sequences, group.sequence_length, group.chunk_length
-            )
+            values_GNE = to_groups(values_TE, group.kind, group.sequences, group.sequence_length, group.chunk_length)
             index_GEC, kth_GE = largest_per_row(values_GNE.transpose(1, 2).contiguous(), capacity)
             if context.mode == "train":
                 # A group with fewer valid tokens than slots has no C-th score: it does not count.

@@ -20,9 +20,7 @@ ROOT = Path(data.__file__).resolve().parent.parent
 def sentences(seed: int, count: int) -> str:
     """Random words from a small fixed vocabulary: compressible, and never near-duplicates."""
     generator = random.Random(seed)
-    words = [
-        "".join(generator.choices("abcdefghijklmnop", k=generator.randint(2, 7))) for _ in range(80)
-    ]
+    words = ["".join(generator.choices("abcdefghijklmnop", k=generator.randint(2, 7))) for _ in range(80)]
     lines = (" ".join(generator.choices(words, k=9)) + ".\n" for _ in range(count))
     return "".join(lines)
 

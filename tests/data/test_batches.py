@@ -90,14 +90,23 @@ def test_each_heldout_token_is_a_label_once(tiny_corpus, sequence_length, rows):
         assert label_bytes == tiny_corpus.text_bytes("heldout", domain)
 
 
-def test_heldout_windows_can_be_limited(tiny_corpus):
-    whole = list(heldout_windows(tiny_corpus, S, 2))
-    part = list(heldout_windows(tiny_corpus, S, 2, max_tokens=50))
+def test_limited_heldout_windows_are_whole_and_spread_over_the_split(tiny_corpus):
+    """The first windows alone might be one long document, and no sample of the domain."""
     for domain in tiny_corpus.domains:
-        of_domain = [batch for batch in part if batch.domain == domain]
-        assert sum(int(batch.valid_BS.sum()) for batch in of_domain) == 50
-        first = next(batch for batch in whole if batch.domain == domain)
-        assert torch.equal(of_domain[0].label_BS, first.label_BS)
+        whole, part = (
+            torch.cat(
+                [
+                    batch.label_BS[batch.valid_BS.any(1)]
+                    for batch in heldout_windows(tiny_corpus, S, 2, limit)
+                    if batch.domain == domain
+                ]
+            )
+            for limit in (None, 3 * S - 1)
+        )
+        windows = len(whole)
+        assert windows > 6
+        expected = whole[[0, windows // 3, 2 * windows // 3]]
+        assert torch.equal(part, expected)
 
 
 def test_document_numbers_count_markers():

@@ -52,9 +52,7 @@ def test_F07_a_model_with_too_small_a_vocabulary_is_refused(tiny_corpus):
         tiny_corpus.require_model_vocabulary(100)
 
 
-def test_F07_another_tokenizer_of_the_same_size_is_refused(
-    tiny_corpus, copied, tmp_path, make_text
-):
+def test_F07_another_tokenizer_of_the_same_size_is_refused(tiny_corpus, copied, tmp_path, make_text):
     path = tmp_path / "other.txt"
     path.write_text(make_text(55, 500))
     other = prepare(tmp_path / "other", 300, {"many": [path]})
@@ -92,9 +90,7 @@ def test_changed_ids_are_found_by_verify(copied):
         Corpus.open(copied).verify()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format_version": 1}', '{"domains": {"../x": {}}}']
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 1}', '{"domains": {"../x": {}}}'])
 def test_an_unreadable_description_is_one_line(copied, content):
     (copied / "corpus.json").write_text(content)
     with pytest.raises(DataError, match="corpus.json"):

@@ -83,9 +83,7 @@ def test_F05_line_ends_become_line_feeds(read):
 
 
 def test_F05_lone_surrogates_become_the_replacement_character(read):
-    texts, report = read(
-        "d.jsonl", b'{"text": "hello \\ud800 world \\udcb2"}\n{"text": "\\ud83d\\ude00"}'
-    )
+    texts, report = read("d.jsonl", b'{"text": "hello \\ud800 world \\udcb2"}\n{"text": "\\ud83d\\ude00"}')
     assert texts == ["hello \ufffd world \ufffd", "\U0001f600"]
     assert report.replaced_surrogates == 2
 
@@ -97,12 +95,8 @@ def test_F05_unicode_line_separators_do_not_split_a_line(read):
 
 
 def test_F05_what_is_not_utf8_text_is_an_error_with_its_place(read):
-    assert "line 2, byte 7: byte 0xB2 is not valid UTF-8" in error_of(
-        read, "d.txt", b"first\nx\xb2"
-    )
-    assert "line 2, byte 10: byte 0xB2" in error_of(
-        read, "d.jsonl", b'{"text": "a"}\n{"text": "\xb2"}\n'
-    )
+    assert "line 2, byte 7: byte 0xB2 is not valid UTF-8" in error_of(read, "d.txt", b"first\nx\xb2")
+    assert "line 2, byte 10: byte 0xB2" in error_of(read, "d.jsonl", b'{"text": "a"}\n{"text": "\xb2"}\n')
     assert "line 1, byte 3: a NUL byte" in error_of(read, "d.txt", b"\x7fEL\0F")
     assert "UTF-16" in error_of(read, "d.txt", "hello".encode("utf-16"))
     assert "UTF-16" in error_of(read, "d.jsonl", '{"text": "a"}'.encode("utf-16"))

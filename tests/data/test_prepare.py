@@ -110,9 +110,7 @@ def test_text_is_kept_to_the_byte(tmp_path, write_jsonl, make_text):
     found = []
     for split in ("train", "heldout"):
         file = corpus.file(split, "d")
-        found += [
-            corpus.tokenizer.decode(file.document(number)) for number in range(len(file.start_M))
-        ]
+        found += [corpus.tokenizer.decode(file.document(number)) for number in range(len(file.start_M))]
     texts = [text.replace("\r\n", "\n") for text in texts]
     assert sorted(found) == sorted(texts)
     text_bytes = sum(corpus.text_bytes(split, "d") for split in ("train", "heldout"))
@@ -186,12 +184,9 @@ def test_globs_are_expanded_in_order(tmp_path):
 
 def test_F01_the_command_reports_what_it_skipped(run_prepare, tmp_path):
     (tmp_path / "d.jsonl").write_text(
-        '{"text": ""}\n{"text": "a"}\n{"text": "   "}\n'
-        '{"content": "b"}\n{"text": "c"}\n{"text": ""}\n'
+        '{"text": ""}\n{"text": "a"}\n{"text": "   "}\n{"content": "b"}\n{"text": "c"}\n{"text": ""}\n'
     )
-    done = run_prepare(
-        "--output", tmp_path / "out", "--vocabulary-size", 300, "--input", f"d={tmp_path}/d.jsonl"
-    )
+    done = run_prepare("--output", tmp_path / "out", "--vocabulary-size", 300, "--input", f"d={tmp_path}/d.jsonl")
     assert done.returncode == 0, done.stderr
     assert "2 documents" in done.stderr and "3 blank, 1 error lines" in done.stderr
     assert 'd.jsonl, line 4: no key "text"' in done.stderr
@@ -210,13 +205,9 @@ def test_F01_the_command_reports_what_it_skipped(run_prepare, tmp_path):
         ("d.txt", b"x", "too short to hold out"),
     ],
 )
-def test_F01_unusable_input_is_one_line_and_leaves_nothing(
-    run_prepare, tmp_path, name, content, reason
-):
+def test_F01_unusable_input_is_one_line_and_leaves_nothing(run_prepare, tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
-    done = run_prepare(
-        "--output", tmp_path / "out", "--vocabulary-size", 300, "--input", f"d={tmp_path / name}"
-    )
+    done = run_prepare("--output", tmp_path / "out", "--vocabulary-size", 300, "--input", f"d={tmp_path / name}")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in done.stderr

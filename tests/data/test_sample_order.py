@@ -29,9 +29,7 @@ def test_a_permutation_gives_each_value_once(size, key):
     data=st.data(),
 )
 def test_every_window_is_used_once_before_any_is_used_again(windows, seed, data):
-    weights = data.draw(
-        st.lists(st.floats(0.01, 100), min_size=len(windows), max_size=len(windows))
-    )
+    weights = data.draw(st.lists(st.floats(0.01, 100), min_size=len(windows), max_size=len(windows)))
     order = SampleOrder(windows, weights, seed)
     used: list[list[int]] = [[] for _ in windows]
     for index in range(3000):
@@ -68,9 +66,7 @@ def test_F09_any_number_of_ranks_reads_the_same_samples(ranks):
     for rank in range(ranks):
         own = SampleOrder([40, 70], [1, 1], 0)  # each process plans for itself
         for step in range(20):
-            for index in range(
-                step * 12 + rank * 12 // ranks, step * 12 + (rank + 1) * 12 // ranks
-            ):
+            for index in range(step * 12 + rank * 12 // ranks, step * 12 + (rank + 1) * 12 // ranks):
                 found[index] = own.locate(index)
     assert [found[index] for index in range(240)] == expected
 

@@ -42,9 +42,7 @@ def test_no_package_is_imported(start_python):
 
 
 def test_html_becomes_plain_text():
-    html = (
-        "<p>Use <code>a &lt; b</code>,\n  <a href='x'>see</a>.</p><ul><li>one</li><li>two</li></ul>"
-    )
+    html = "<p>Use <code>a &lt; b</code>,\n  <a href='x'>see</a>.</p><ul><li>one</li><li>two</li></ul>"
     assert without_html(html) == "Use a < b,\nsee.\none\ntwo"
 
 

@@ -134,9 +134,7 @@ def test_F02_a_missing_part_is_named(write):
 
 def test_F02_two_sets_merge_into_their_documents(write):
     ten, five = TokenFile(write("ten", TEN)), TokenFile(write("five", FIVE))
-    merged = TokenFile(
-        write("all", [file.document(n) for file in (ten, five) for n in range(len(file.start_M))])
-    )
+    merged = TokenFile(write("all", [file.document(n) for file in (ten, five) for n in range(len(file.start_M))]))
     assert len(merged.start_M) == 15
     assert np.array_equal(merged.token_N, np.concatenate([ten.token_N, five.token_N]))
 

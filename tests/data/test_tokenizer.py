@@ -14,9 +14,7 @@ from data.documents import ReadReport, read_documents
 from data.errors import DataError
 from data.tokenizer import END_OF_TEXT, Tokenizer, bounded_parts, train_tokenizer
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text(
-    " \n\r\tabcde.,'1234éλό", max_size=60
-)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text(" \n\r\tabcde.,'1234éλό", max_size=60)
 
 
 @pytest.fixture(scope="session")
@@ -132,9 +130,7 @@ def test_a_near_endless_word_does_not_slow_down_training(tmp_path):
 
 
 def test_F05_odd_strings(tiny_tokenizer):
-    assert (
-        tiny_tokenizer.decode(tiny_tokenizer.encode("hello \ud800 world")) == "hello \ufffd world"
-    )
+    assert tiny_tokenizer.decode(tiny_tokenizer.encode("hello \ud800 world")) == "hello \ufffd world"
     for text in ["", "\0", "a\0b", "\ufeffbom", "a\r\nb\rc", "\u2028"]:
         assert tiny_tokenizer.decode(tiny_tokenizer.encode(text)) == text
 

@@ -123,6 +123,15 @@ def test_positions_restart_in_every_document_and_skip_left_padding() -> None:
     assert positions(2, 3, CPU, None, None, None).tolist() == [[0, 1, 2]] * 2
 
 
+def test_a_document_number_that_returns_is_a_new_document() -> None:
+    """Mask and positions agree: the last token of [0, 0, 1, 1, 0] sees neither of the first two."""
+    model = make_model(router="token_choice", backend="reference")
+    token_BS = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        returning, fresh = (model(token_BS, document_BS=torch.tensor([d])) for d in ([0, 0, 1, 1, 0], [0, 0, 1, 1, 2]))
+    assert returning.equal(fresh)
+
+
 @pytest.mark.parametrize("case", ["multi-head", "grouped", "norm per head", "norm over the width"])
 def test_no_token_of_another_document_reaches_a_logit(case: str) -> None:
     """F08: batch 2, every token of document 1 changed: document 2 is bit-equal. Without documents it is not."""

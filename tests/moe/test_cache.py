@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.attention import KeyValueCache
-from moe.model import Transformer
+from moe.model import Transformer, positions
 from moe.routing import RoutingContext
 from tests.moe.helpers import calibrate, make_model, model_config
 
@@ -131,6 +131,15 @@ def test_bf16_decoding_agrees_with_the_full_pass_wherever_the_choice_is_clear() 
     clear = best[..., 0] - best[..., 1] > 5e-2
     assert clear.float().mean() > 0.5
     assert full.argmax(-1)[clear].equal(steps.argmax(-1)[clear])
+
+
+def test_cached_positions_go_on_counting_and_skip_the_padding() -> None:
+    """H05: row 0 has 3 pads: its real tokens stand at 0, 1, 2, ..., as they would alone and without a cache."""
+    cache = KeyValueCache(model_config(), 2, 8, torch.float32, CPU)
+    cache.valid_BS[:] = torch.tensor([[False] * 3 + [True] * 5, [True] * 8])
+    assert positions(2, 4, CPU, None, None, cache)[:, 3:].tolist() == [[0], [3]]
+    cache.length = 4
+    assert positions(2, 4, CPU, None, None, cache).tolist() == [[1, 2, 3, 4], [4, 5, 6, 7]]
 
 
 def test_one_position_more_than_there_is_room_for_is_an_error_that_changes_nothing() -> None:

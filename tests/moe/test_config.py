@@ -35,12 +35,17 @@ BAD_MODELS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"layers": 3, "dense_layers": 4}, "model.dense_layers", "4", "from 0 to model.layers = 3"),
     ({"dense_layers": -1}, "model.dense_layers", "-1", "from 0 to"),
     ({"rope_base": 1.0}, "model.rope_base", "1.0", "greater than 1"),
+    ({"qk_norm": "heads"}, "model.qk_norm", "'heads'", "['none', 'head', 'width']"),
     ({"norm_epsilon": 0.0}, "model.norm_epsilon", "0.0", "greater than 0"),
     ({"norm_epsilon": math.nan}, "model.norm_epsilon", "nan", "greater than 0"),
 ]
 
 TC = {"router": "token_choice"}
 BAD_MOES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"router": "top2"}, "moe.router", "'top2'", "'token_choice'"),
+    ({"score": "tanh"}, "moe.score", "'tanh'", "['softmax', 'sigmoid']"),
+    ({"router": "dense", "z_coefficient": 0.1}, "moe.z_coefficient", "0.1", "remove it or use expert_choice"),
+    ({**TC, "threshold_decay": 0.5}, "moe.threshold_decay", "0.5", "expert_choice or threshold"),
     ({"num_experts": 0}, "moe.num_experts", "0", "at least 1"),
     ({"experts_per_token": 0}, "moe.experts_per_token", "0", "at least 1"),
     ({"expert_width": 0}, "moe.expert_width", "0", "at least 1"),
@@ -54,8 +59,18 @@ BAD_MOES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"route_scale": math.nan}, "moe.route_scale", "nan", "greater than 0"),
     ({**TC, "balance_coefficient": -0.1}, "moe.balance_coefficient", "-0.1", ">= 0"),
     ({"z_coefficient": -0.1}, "moe.z_coefficient", "-0.1", ">= 0"),
-    ({"balance_coefficient": 0.01}, "moe.balance_coefficient", "'expert_choice'", "set it to 0"),
-    ({"router": "dense", "balance_coefficient": 0.01}, "moe.balance_coefficient", "'dense'", "set it to 0"),
+    (
+        {"balance_coefficient": 0.01},
+        "moe.balance_coefficient",
+        "'expert_choice'",
+        "remove it or use threshold or token_choice",
+    ),
+    (
+        {"router": "dense", "balance_coefficient": 0.01},
+        "moe.balance_coefficient",
+        "'dense'",
+        "remove it or use threshold or token_choice",
+    ),
     ({"capacity_factor": 1.0}, "moe.capacity_factor", "'expert_choice'", "remove it or use token_choice"),
     ({"router": "threshold", "capacity_factor": 1.0}, "moe.capacity_factor", "'threshold'", "use token_choice"),
     ({**TC, "capacity_factor": 0.0}, "moe.capacity_factor", "0.0", "above 0"),

@@ -170,6 +170,17 @@ def test_layers_are_summed() -> None:
     assert context.auxiliary["balance"].item() == pytest.approx(3, rel=1e-5)
 
 
+def test_the_balance_loss_sees_what_the_router_asked_for_not_what_fitted() -> None:
+    """Everybody wants expert 0 of 4, capacity keeps few of them: the loss is that of a collapsed router, nearly 4."""
+    layer = build(experts_per_token=1, balance_coefficient=0.01, capacity_factor=0.5)
+    x_BSD = torch.randn(2, S, D)
+    x_BSD[..., 0] = 10
+    with torch.no_grad():
+        layer.router.weight_ED.mul_(0.1)
+        layer.router.weight_ED[0, 0] = 2
+    assert backward(layer, x_BSD)["balance"].item() == pytest.approx(4, abs=1e-3)
+
+
 @pytest.mark.parametrize("mode", ["causal", "train_router"])
 def test_evaluation_attaches_nothing(mode: Any) -> None:
     """Neither gradient nor log."""

@@ -128,3 +128,34 @@ def test_a_routing_knows_its_experts() -> None:
     assert routing.token_A.tolist() == [0, 1, 0, 2]
     assert routing.offsets_E.tolist() == [0, 2, 2, 4, 4]
     assert routing.assigned_TE().equal(mask_TE)
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize(
+    ("width", "hidden", "dtype", "tolerance"),
+    [
+        (7, 5, torch.float32, 1e-5),
+        (8, 6, torch.float32, 1e-5),
+        (6, 8, torch.bfloat16, 2e-2),
+        (7, 5, torch.float64, 1e-12),
+    ],
+)
+def test_any_width_and_precision_works(
+    backend: str, width: int, hidden: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Rows that are no multiple of 16 bytes, and float64: with empty experts, first and last included."""
+    mask_TE = torch.rand(13, E) > 0.5
+    mask_TE[:, [0, 2, 4]] = False
+    scores_TE = torch.rand(13, E)
+    pairs = [(t, e) for t, e in mask_TE.nonzero().tolist()]
+    inputs = [torch.randn(13, width), torch.randn(E, 2, hidden, width), torch.randn(E, width, hidden)]
+    inputs = [t.to(dtype).requires_grad_() for t in inputs]
+    y_TD = grouped_mlp(*inputs, routing_from_mask(mask_TE, scores_TE, scores_TE), backend)
+    upstream = torch.randn(13, width).to(dtype)
+    found = torch.autograd.grad((y_TD * upstream).sum(), inputs)
+    copies = [t.detach().double().requires_grad_() for t in inputs]
+    loop = oracle.mixture(copies[0], scores_TE.double(), pairs, copies[1], copies[2])
+    expected = torch.autograd.grad((loop * upstream.double()).sum(), copies)
+    assert y_TD.dtype == dtype
+    for actual, wanted in zip((y_TD, *found), (loop, *expected), strict=True):
+        assert relative_error(actual, wanted) < tolerance

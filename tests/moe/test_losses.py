@@ -116,6 +116,20 @@ def test_padding_may_hold_anything_without_changing_the_losses(poison: float) ->
     assert router_z(logits_TE, valid_T)[~valid_T].eq(0).all()
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_padding_that_is_not_finite_leaves_every_gradient_finite(poison: float) -> None:
+    """A02: masking the value alone is not enough; 0 times the gradient of an infinite row is NaN."""
+    valid_T = torch.tensor([True, False, True])
+    logits_TE = torch.tensor([[1.0, 0.0], [poison, 0.0], [0.5, 2.0]], requires_grad=True)
+    scores_TE = torch.tensor([[0.6, 0.3], [poison, 0.0], [0.1, 0.7]], requires_grad=True)
+    assigned_GNE = torch.tensor([[[True, False], [True, True], [True, False]]])
+    loss = router_z(logits_TE, valid_T).sum() + switch_balance(scores_TE[None], assigned_GNE, 1, valid_T[None]).sum()
+    loss.backward()
+    for gradient in (logits_TE.grad, scores_TE.grad):
+        assert gradient.isfinite().all()
+        assert gradient[1].eq(0).all() and gradient[0].ne(0).any()
+
+
 def test_a_group_of_padding_only_gives_zero_and_no_gradient() -> None:
     """A02: 0, not NaN; its neighbour is unaffected."""
     scores_GNE = torch.rand(2, 4, 3, requires_grad=True)

@@ -36,6 +36,18 @@ def test_the_same_seed_gives_the_same_model_whatever_was_drawn_before() -> None:
         assert value.dim() == 1 or not value.isclose(other[name]).any(dim=-1).all()
 
 
+def test_no_two_matrices_are_alike() -> None:
+    """Layers, experts, gate and up: each has values of its own, though shapes repeat."""
+    model = make_model(router="token_choice", shared_width=8)
+    beginnings = []
+    for value in state(model).values():
+        if value.dim() > 1:
+            matrices = value.flatten(0, -3) if value.dim() > 2 else value[None]
+            beginnings += [tuple(matrix.flatten()[:4].div(matrix.flatten()[0]).tolist()) for matrix in matrices]
+    assert len(beginnings) == 2 + 3 * (2 + 1 + 6 * 3 + 2)
+    assert len(set(beginnings)) == len(beginnings)
+
+
 def test_no_parameter_is_left_over_from_uninitialised_memory() -> None:
     """Poisoned before `initialize`: nothing of the poison is left in parameters or buffers."""
     for router in ("expert_choice", "token_choice", "dense"):

@@ -69,3 +69,13 @@ def test_a_long_row_of_equals_keeps_its_beginning() -> None:
     index_XC, kth_X = largest_per_row(torch.full((2, 4099), 0.5), 1025)
     assert index_XC.equal(torch.arange(1025).expand(2, -1))
     assert kth_X.tolist() == [0.5, 0.5]
+
+
+def test_a_row_of_nan_gives_indices_that_exist() -> None:
+    """A diverged router must end in a NaN loss, not in a read outside the batch; its neighbours are unaffected."""
+    values_XN = torch.tensor([[torch.nan] * 6, [3.0, torch.nan, 1.0, 2.0, 5.0, 4.0], [0.0, 5.0, 1.0, 4.0, 2.0, 3.0]])
+    for _ in range(20):
+        torch.full((3, 5), 2**40)  # memory that a later `empty` may get
+        index_XC, _ = largest_per_row(values_XN, 4)
+        assert ((index_XC >= 0) & (index_XC < 6)).all()
+        assert index_XC[2].tolist() == [1, 3, 4, 5]

@@ -163,7 +163,7 @@ def test_cutoffs_are_saved_and_the_unfinished_step_is_not() -> None:
 
 
 def test_calibrated_cutoffs_reproduce_expert_choices_load() -> None:
-    """On the batch it was calibrated on, a single group, each expert takes C - 1 tokens or C (its C-th is the cutoff)."""
+    """On its calibration batch, one group, each expert takes C - 1 tokens or C: the C-th score is the cutoff."""
     router = threshold(num_experts=6, experts_per_token=2, group="flat", group_sequences=4)
     x_TD = torch.randn(4 * 9, 7)
     router(x_TD, RoutingContext(4, 9, mode="train"))

@@ -129,7 +129,7 @@ def preferring(expert_T: list[int], num_experts: int) -> torch.Tensor:
 def test_capacity_keeps_the_first_tokens_of_a_group_and_reports_the_rest() -> None:
     """Two groups of 6 tokens, E = 3, k = 1, factor 1.5: 3 slots an expert and group; the 4th for expert 0 drops."""
     router = token_choice(num_experts=3, experts_per_token=1, capacity_factor=1.5)
-    wanted = [0, 1, 0, 0, 0, 0] + [2, 0, 2, 2, 1, 2]
+    wanted = [0, 1, 0, 0, 0, 0, 2, 0, 2, 2, 1, 2]
     logits_TE = preferring(wanted, 3)
     routing = router.select(logits_TE.softmax(-1), logits_TE, RoutingContext(2, 6, mode="train"))
     assert pairs(routing) == [(0, 0), (2, 0), (3, 0), (7, 0), (1, 1), (10, 1), (6, 2), (8, 2), (9, 2)]
@@ -143,6 +143,15 @@ def test_capacity_is_rounded_up() -> None:
     logits_TE = preferring([1] * 5, 3)
     routing = router.select(logits_TE.softmax(-1), logits_TE, RoutingContext(1, 5, mode="train"))
     assert pairs(routing) == [(0, 1), (1, 1)]
+
+
+def test_capacity_is_not_rounded_up_by_a_rounding_error() -> None:
+    """Factor 1.1, N = 200, k = 1, E = 4 is 55 slots; in floating point the product is a hair above."""
+    assert 1.1 * 200 / 4 > 55
+    router = token_choice(num_experts=4, experts_per_token=1, capacity_factor=1.1)
+    logits_TE = preferring([2] * 200, 4)
+    routing = router.select(logits_TE.softmax(-1), logits_TE, RoutingContext(1, 200, mode="train"))
+    assert routing.counts_E().tolist() == [0, 0, 55, 0]
 
 
 def test_padding_takes_no_capacity() -> None:

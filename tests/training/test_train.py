@@ -30,7 +30,8 @@ def test_twenty_steps_equal_ten_and_ten_in_every_weight_and_loss_bit_for_bit(run
     assert run_train("--moe.router", router, "--run.resume", "auto", folder="halves") == 0
     for name in ("model.safetensors", "optimizer.safetensors"):
         straight, halves = (
-            load_file(tmp_path / folder / "tiny" / "checkpoints" / "step_20" / name) for folder in ("straight", "halves")
+            load_file(tmp_path / folder / "tiny" / "checkpoints" / "step_20" / name)
+            for folder in ("straight", "halves")
         )
         assert straight.keys() == halves.keys()
         for key, value in straight.items():
