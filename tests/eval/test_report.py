@@ -34,7 +34,7 @@ def copied_run(small_run: Run, tmp_path: Path) -> Run:
 def test_the_model_is_scored_causally_on_the_asked_tokens(small_run: Run, computed: dict[str, Any]) -> None:
     expected = evaluate(small_run.model("cpu"), small_run.corpus(), small_run.config, 200)
     assert computed["scores"]["model"]["total"]["bits_per_byte"] == pytest.approx(expected.bits_per_byte)
-    assert computed["scores"]["model"]["domains"]["low"]["tokens"] == 200
+    assert computed["scores"]["model"]["domains"]["low"]["tokens"] == 216  # 200 in whole windows of 24
     assert computed["step"] == 10
     # The evaluation at the end of training is the same.
     (final,) = [line for line in small_run.metrics() if line.get("final")]
@@ -74,9 +74,9 @@ def test_routing_is_described_layer_by_layer(computed: dict[str, Any]) -> None:
     assert [layer["layer"] for layer in routing["layers"]] == [0, 1]
     for layer in routing["layers"]:
         counts_ME = np.array(layer["counts"])
-        assert sum(layer["fan_out"]) == 400
-        assert layer["experts_per_token"] == pytest.approx(counts_ME.sum() / 400)
-        assert np.array(layer["share_of_domain_tokens"]) == pytest.approx(counts_ME / 200)
+        assert sum(layer["fan_out"]) == 432
+        assert layer["experts_per_token"] == pytest.approx(counts_ME.sum() / 432)
+        assert np.array(layer["share_of_domain_tokens"]) == pytest.approx(counts_ME / 216)
         assert 0 <= layer["zero_expert_fraction"] <= 1
     assert routing["training_phase"] == "threshold"
     assert routing["training_steps"] == [6, 10]
@@ -112,7 +112,7 @@ def test_files_are_written_and_whole(copied_run: Run, capsys: pytest.CaptureFixt
         "report.md",
     ]
     saved = json.loads((folder / "report.json").read_text())
-    assert saved["scores"]["model"]["domains"]["high"]["tokens"] == 50
+    assert saved["scores"]["model"]["domains"]["high"]["tokens"] == 72  # 50 in whole windows of 24
     text = (folder / "report.md").read_text()
     assert "![loss](loss.png)" in text and "NOT causal" in text
     printed = capsys.readouterr().out
