@@ -20,8 +20,9 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from data.errors import DataError
 
@@ -205,5 +206,5 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _open_binary(path: Path) -> BinaryIO:
+def _open_binary(path: Path) -> gzip.GzipFile | BufferedReader:
     return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")

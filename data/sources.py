@@ -16,7 +16,9 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
+from typing import cast
 
 from data.documents import Document, ReadReport, clean_text, decode_utf8
 from data.errors import DataError
@@ -65,7 +67,7 @@ class Source:
             version, licence = platform.python_version(), "PSF-2.0"
         else:
             metadata = self._metadata()
-            version = metadata["Version"]
+            version = metadata.get("Version") or "unknown"
             licence = metadata.get("License-Expression") or metadata.get("License") or "not stated"
         return {
             "content": self.content,
@@ -74,9 +76,11 @@ class Source:
             "licence": licence,
         }
 
-    def _metadata(self) -> importlib.metadata.PackageMetadata:
+    def _metadata(self) -> Message:
+        assert self.package is not None
         try:
-            return importlib.metadata.metadata(self.package)
+            # Its type is declared narrower than what it is: an email message, with `get`.
+            return cast(Message, importlib.metadata.metadata(self.package))
         except importlib.metadata.PackageNotFoundError as error:
             raise self._missing() from error
 
@@ -88,8 +92,8 @@ class Source:
 
     def documents(self, report: ReadReport) -> Iterator[Document]:
         """Yield the documents, under the same text rules as user files."""
-        for name, text in self.texts(self.folder()):
-            text = clean_text(text, report)
+        for name, raw in self.texts(self.folder()):
+            text = clean_text(raw, report)
             if text is not None:
                 yield Document(self.domain, name, text)
 
@@ -181,7 +185,7 @@ def translated_strings(text: str) -> Iterator[str]:
     is_header = in_translation = False
     for line in [*text.split("\n"), ""]:
         if in_translation and line.startswith('"'):
-            parts.append(_PO_QUOTED.match(line)[1] if _PO_QUOTED.match(line) else "")
+            parts.append(quoted[1] if (quoted := _PO_QUOTED.match(line)) else "")
             continue
         if parts and not is_header and any(parts):
             yield _PO_ESCAPE.sub(lambda m: _PO_ESCAPED.get(m[1], m[1]), "".join(parts))

@@ -22,6 +22,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -32,7 +33,7 @@ FORMAT_VERSION = 1
 UINT16_VOCABULARY = 1 << 16
 CHECKED_MARKERS = 256  # of the documents, evenly spaced: opening stays quick
 
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -81,7 +82,7 @@ class TokenFileWriter:
 
     header: TokenHeader
 
-    def __init__(self, file: io.BufferedIOBase, vocabulary_size: int, end_of_text: int) -> None:
+    def __init__(self, file: BinaryIO, vocabulary_size: int, end_of_text: int) -> None:
         self._file = file
         self._dtype = token_dtype(vocabulary_size)
         self._vocabulary_size = vocabulary_size
@@ -198,7 +199,7 @@ class TokenFile:
         self._require_size(self.header.tokens * dtype.itemsize)
         self.start_M = self._read_index()
         if self.header.tokens:
-            self.token_N = np.memmap(self.path, dtype=dtype, mode="r")
+            self.token_N: np.ndarray = np.memmap(self.path, dtype=dtype, mode="r")
         else:  # an empty file cannot be mapped
             self.token_N = np.zeros(0, dtype=dtype)
         self._require_markers()
