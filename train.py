@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -130,7 +131,8 @@ def train(config: Config, console: Console) -> int:
                 if interrupted:
                     break
     if done == config.training.steps:
-        values = validate(model, corpus, config, config.eval.final_tokens)
+        with console.status("scoring held-out text"):
+            values = validate(model, corpus, config, config.eval.final_tokens)
         log.scalars(config.training.steps, values)
         log.metrics({"step": config.training.steps, "final": True, **values})
         console.print(
@@ -139,9 +141,11 @@ def train(config: Config, console: Console) -> int:
         )
         console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
     else:
-        command = " ".join(["python", *sys.argv])
-        resume = "" if "--run.resume" in command else " --run.resume auto"
-        console.print(f"saved {run.folder} at step {done}; continue with: {command}{resume}")
+        # Later flags win, so the command can be repeated as it was with these behind it.
+        command = " ".join(["python", *map(shlex.quote, sys.argv)])
+        console.print(
+            f"saved {run.folder} at step {done}; continue with: {command} --run.resume auto --run.stop-after 0"
+        )
     log.close()
     return EXIT_INTERRUPTED if interrupted else 0
 

@@ -67,6 +67,7 @@ def _scores(report: dict[str, Any]) -> Table:
         )
 
     rows = [row(name, lambda s, name=name: s["domains"][name]) for name in model["domains"]]
+    in_nats = ", ".join(f"{key} {scores[key]['total']['nats_per_token']:.4f}" for key in ("model", "bigram", "unigram"))
     means = [scores[key]["mean_over_domains_bits_per_byte"] for key in ("model", "bigram", "unigram")]
     rows.append(row("all bytes (total)", lambda s: s["total"]))
     rows.append(("all domains alike (mean)", *(_number(mean, 4) for mean in means), "", "", ""))
@@ -77,7 +78,7 @@ def _scores(report: dict[str, Any]) -> Table:
         rows,
         f"At most {report['heldout_tokens_per_domain_limit']:,} held-out tokens of a domain. Unigram and bigram "
         f"(Kneser-Ney) are fitted on the windows of the {report['tokens_consumed']:,} tokens that the run consumed. "
-        "Lower is better.",
+        f"Lower is better. In nats a token, over all: {in_nats}.",
     )
 
 

@@ -94,6 +94,6 @@ def test_every_link_to_a_file_leads_somewhere():
 
 
 def test_every_path_in_the_list_of_places_exists():
-    places = README.split("## Where things live")[1].split("\n## ")[0]
+    places = README.split("## Where things live")[1].split("A run's folder")[0]
     for path in re.findall(r"`([\w/.-]+(?:/|\.py|\.toml))`", places):
         assert (ROOT / path).exists(), path

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 from torch import Tensor
 
@@ -123,9 +124,9 @@ class _StepColumn(ProgressColumn):
 def progress_line(console: Console) -> Progress:
     """The live line: step, what `Progress.update(status=...)` says, and the time left."""
     return Progress(
-        _StepColumn(),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[status]}"),
+        _StepColumn(table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=10),
+        TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
         console=console,
         refresh_per_second=4,
@@ -134,7 +135,7 @@ def progress_line(console: Console) -> Progress:
 
 def status_text(values: dict[str, Any]) -> str:
     """The numbers of the progress line."""
-    name = "loss" if "loss" in values else "noncausal loss"
+    name = "loss" if "loss" in values else "noncausal"
     loss = values.get("loss", values.get("noncausal_loss"))
     bits = values.get("bits_per_byte", values.get("noncausal_bits_per_byte"))
     parts = [f"{name} {loss:.3f}", f"{bits:.3f} bits/byte", f"{values['tokens_per_second']:,.0f} tokens/s"]
