@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.routing_recorder import NEAR, decision_distance
+from eval.routing_recorder import NEAR
 from moe.attention import KeyValueCache
 from moe.model import Transformer
 from moe.routing import Routing, RoutingContext
@@ -120,7 +120,7 @@ def _cached(
         def observe(layer: int, routing: Routing) -> None:
             shape = (batch, -1, routing.num_experts)
             part_routes.append(routing.assigned_TE().view(shape))  # noqa: B023
-            part_distances.append(decision_distance(layers[layer], routing).view(shape))  # noqa: B023
+            part_distances.append(layers[layer].router.decision_distance(routing.scores_TE).view(shape))  # noqa: B023
 
         context = RoutingContext(batch, part_BS.shape[1], valid_BS=part_valid, mode="causal", observe=observe)
         logits.append(model(part_BS, context, cache=cache).float())

@@ -12,7 +12,6 @@ from torch import Tensor
 from eval.routing_metrics import sum_by_domain
 from moe.layer import MoELayer
 from moe.model import Transformer
-from moe.routers import ThresholdRouter
 from moe.routing import Routing
 
 NEAR = 1e-5
@@ -95,7 +94,7 @@ class RoutingRecorder:
         record.tokens_R.append(_numpy(valid_T.view(self._rows, -1).sum(1)))
         record.zero_R.append(_numpy(((fan_out_T == 0) & valid_T).view(self._rows, -1).sum(1)))
         record.fan_out = record.fan_out + _numpy(torch.bincount(fan_out_T[valid_T], minlength=experts + 1))
-        distance_TE = decision_distance(self._model_layers[layer], routing)
+        distance_TE = self._model_layers[layer].router.decision_distance(routing.scores_TE)
         record.near += int(((distance_TE <= self._tolerance) & valid_T[:, None]).sum())
         record.dropped += int(routing.dropped())
 
@@ -117,23 +116,6 @@ class RoutingRecorder:
     def zero_expert_by_domain(self, layer: int) -> np.ndarray:
         """(M,) tokens of each domain that no expert takes."""
         return sum_by_domain(np.concatenate(self.layers[layer].zero_R), self._domain_R, len(self.domains))
-
-
-def decision_distance(layer: MoELayer, routing: Routing) -> Tensor:
-    """How far each score is from the value at which the causal router would decide otherwise: (T, E), >= 0.
-
-    Threshold routing: the distance to the expert's cutoff. Token choice: to the middle between the token's k-th and
-    (k+1)-th largest scores; infinite if a token takes every expert.
-    """
-    scores_TE = routing.scores_TE
-    assert scores_TE is not None
-    if isinstance(layer.router, ThresholdRouter):
-        return (scores_TE - layer.router.cutoff_E).abs()
-    k = layer.config.experts_per_token
-    if k == scores_TE.shape[1]:
-        return torch.full_like(scores_TE, torch.inf)
-    largest_TK = scores_TE.topk(k + 1, dim=1).values
-    return (scores_TE - largest_TK[:, k - 1 :].mean(1, keepdim=True)).abs()
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

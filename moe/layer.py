@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe.config import MoEConfig
+from moe.config import MoEConfig, RoutingGroup
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.kernels import grouped_mlp
 from moe.losses import attach_loss, router_z, switch_balance
@@ -56,8 +56,8 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, context)
         if context.observe is not None:
             context.observe(self.index, routing)
-        rows, local_routing = self.dispatcher.dispatch(x_TD, routing)
-        y_TD = self.dispatcher.combine(self.experts(rows, local_routing), routing)
+        rows, local_routing, state = self.dispatcher.dispatch(x_TD, routing)
+        y_TD = self.dispatcher.combine(self.experts(rows, local_routing), routing, state)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         if context.mode == "train":
@@ -69,14 +69,14 @@ class MoELayer(nn.Module):
         config = self.config
         assert routing.scores_TE is not None and routing.logits_TE is not None
         if config.balance_coefficient:
-            group = ("flat", config.group_sequences, context.sequence_length, 0)
+            group = RoutingGroup("flat", config.group_sequences, context.sequence_length)
             chosen_TE = routing.assigned_TE() if routing.chosen_TE is None else routing.chosen_TE
             valid_T1 = None if routing.valid_T is None else routing.valid_T[:, None]
             balance_G = switch_balance(
-                to_groups(routing.scores_TE, *group),
-                to_groups(chosen_TE, *group),
+                to_groups(routing.scores_TE, group),
+                to_groups(chosen_TE, group),
                 config.experts_per_token,
-                None if valid_T1 is None else to_groups(valid_T1, *group).squeeze(-1),
+                None if valid_T1 is None else to_groups(valid_T1, group).squeeze(-1),
             )
             balance = balance_G.sum() / (context.step_groups or balance_G.numel())
             y_TD = attach_loss(y_TD, config.balance_coefficient * balance)

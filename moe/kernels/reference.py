@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.routing import Routing
+from moe.routing import Routing, run_of_row
 
 
 def grouped_mlp_reference(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
     """See `moe.kernels.grouped_mlp`. Costs E / k times the arithmetic."""
-    weight_A = routing.weight_A if routing.weight_A is not None else torch.ones_like(x_TD[:, 0])
-    token_A = routing.token_A if routing.token_A is not None else torch.arange(x_TD.shape[0], device=x_TD.device)
-    position_A = torch.arange(token_A.shape[0], device=x_TD.device, dtype=torch.int32)
-    expert_A = torch.searchsorted(routing.offsets_E, position_A, right=True)
+    rows = x_TD.shape[0] if routing.token_A is None else routing.token_A.shape[0]
+    token_A = torch.arange(rows, device=x_TD.device) if routing.token_A is None else routing.token_A
+    weight_A = torch.ones(rows, device=x_TD.device) if routing.weight_A is None else routing.weight_A
+    expert_A = run_of_row(routing.offsets_E, rows)
     num_tokens, num_experts = x_TD.shape[0], routing.num_experts
     weight_TE = weight_A.new_zeros(num_tokens * num_experts).index_add(0, token_A * num_experts + expert_A, weight_A)
     y_TD = torch.zeros_like(x_TD)

@@ -68,13 +68,22 @@ def _suits_grouped_mm(*operands: Tensor) -> bool:
 
 
 class Combine:
-    """Sums of rows by token in a fixed order: each token's assignments, lowest expert first."""
+    """Sums of rows by token in a fixed order: each token's assignments, lowest expert first.
 
-    def __init__(self, token_A: Tensor, num_tokens: int) -> None:
-        self.order_A = token_A.argsort(stable=True)
-        self.start_T = torch.searchsorted(
-            token_A[self.order_A], torch.arange(num_tokens, device=token_A.device, dtype=token_A.dtype)
-        )
+    Attributes:
+        order_A: assignments sorted by token.
+        start_T: where each token's assignments start in that order.
+    """
+
+    def __init__(self, order_A: Tensor, start_T: Tensor) -> None:
+        self.order_A, self.start_T = order_A, start_T
+
+    @classmethod
+    def by_token(cls, token_A: Tensor, num_tokens: int) -> Combine:
+        """Sort the assignments."""
+        order_A = token_A.argsort(stable=True)
+        token_T = torch.arange(num_tokens, device=token_A.device, dtype=token_A.dtype)
+        return cls(order_A, torch.searchsorted(token_A[order_A], token_T))
 
     def __call__(self, rows_AD: Tensor, weight_A: Tensor | None = None) -> Tensor:
         """(A, D) -> (T, D): the (weighted) sum of each token's rows, zeros where it has none."""
@@ -95,21 +104,24 @@ class _GroupedMLP(torch.autograd.Function):
         capacity: int | None,
     ) -> Tensor:
         groups = Groups(offsets_E, capacity)
-        combine = None if token_A is None else Combine(token_A, x_TD.shape[0])
+        combine = None if token_A is None else Combine.by_token(token_A, x_TD.shape[0])
         rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
         hidden_AH = groups.rows_times(rows_AD, w13_E2FD.flatten(1, 2).transpose(1, 2))
         gate_AF, up_AF = hidden_AH.chunk(2, dim=1)
         out_AD = groups.rows_times(F.silu(gate_AF).mul_(up_AF), w2_EDF.transpose(1, 2))
-        ctx.save_for_backward(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, hidden_AH)
-        ctx.groups, ctx.combine = groups, combine
+        # Every tensor goes through save_for_backward, so that recompute and offload hooks see one consistent set.
+        order = (None, None) if combine is None else (combine.order_A, combine.start_T)
+        ctx.save_for_backward(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, *order, hidden_AH)
+        ctx.capacity = capacity
         if combine is not None:
             return combine(out_AD, weight_A)
         return out_AD if weight_A is None else out_AD * weight_A.to(out_AD.dtype)[:, None]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, w13_E2FD, w2_EDF, weight_A, token_A, hidden_AH = ctx.saved_tensors
-        groups, combine = ctx.groups, ctx.combine
+        x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, order_A, start_T, hidden_AH = ctx.saved_tensors
+        groups = Groups(offsets_E, ctx.capacity)
+        combine = None if order_A is None else Combine(order_A, start_T)
         (dy_TD,) = grads
         rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
         # grouped_mm refuses expanded gradients, as those of a plain sum are.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.routing import Routing, RoutingContext
+from moe.routing import Decision, Routing, RoutingContext
 
 
 class Router(nn.Module):
-    """Scores tokens in fp32 and decides once; subclasses say how in `select`.
+    """Scores tokens in fp32 and decides once; subclasses say how in `decide`.
 
     Attributes:
         weight_ED: the router's projection, kept and applied in fp32 whatever the model's precision, because nearly
@@ -51,8 +51,42 @@ class Router(nn.Module):
         return self.select(scores_TE, logits_TE, context)
 
     def select(self, scores_TE: Tensor, logits_TE: Tensor, context: RoutingContext) -> Routing:
-        """Decide which token goes to which expert."""
-        raise AssertionError(f"{type(self).__name__} does not define select")  # pragma: no cover
+        """Decide without gradient, then weigh the decision with it."""
+        tokens = context.batch * context.sequence_length
+        if scores_TE.shape[0] != tokens:
+            raise ValueError(
+                f"{scores_TE.shape[0]} tokens were given; the context is for {context.batch} sequences of "
+                f"{context.sequence_length}, {tokens} tokens"
+            )
+        with torch.no_grad():
+            decision = self.decide(scores_TE.detach(), context)
+        weights_TE = self.weights(scores_TE, decision) * self.config.route_scale
+        return Routing.from_decision(decision, weights_TE, scores_TE, logits_TE, context.valid_T)
+
+    def decide(self, scores_TE: Tensor, context: RoutingContext) -> Decision:
+        """Which token goes to which expert. Every router defines this; it also records what balance needs.
+
+        Args:
+            scores_TE: fp32, detached.
+            context: shape of the batch, padding, and the mode.
+        """
+        raise AssertionError(f"{type(self).__name__} does not define decide")  # pragma: no cover
+
+    def weights(self, scores_TE: Tensor, decision: Decision) -> Tensor:
+        """Combine weights of all pairs, before route_scale: the scores, unless a router says otherwise."""
+        return scores_TE
+
+    def decision_distance(self, scores_TE: Tensor) -> Tensor:
+        """How far each score is from the value at which causal routing would decide otherwise: (T, E), >= 0."""
+        raise AssertionError(f"{type(self).__name__} does not define decision_distance")  # pragma: no cover
+
+    def reset_buffers(self) -> None:
+        """Fill the buffers of a model that was built without memory. A router with buffers defines this."""
+        if names := [name for name, _ in self.named_buffers()]:
+            raise AssertionError(f"{type(self).__name__} does not define reset_buffers for {names}")
 
     def after_step(self) -> None:
-        """Update balance state once per optimizer step; most routers have none."""
+        """Update balance state once per optimizer step, from what `decide` recorded; most routers have none."""
+
+    def forget_step(self) -> None:
+        """Drop what `decide` recorded of a step that is not taken."""

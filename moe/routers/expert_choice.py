@@ -11,43 +11,32 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from moe.config import RoutingGroup, expert_choice_capacity
+from moe.routers.selection import largest_per_row
 from moe.routers.threshold import ThresholdRouter
-from moe.routing import Routing, RoutingContext, to_groups
+from moe.routing import Decision, RoutingContext, to_groups
 
 
 class ExpertChoiceRouter(ThresholdRouter):
     """Expert choice in training, thresholds in its last phase and in evaluation."""
 
-    def select(self, scores_TE: Tensor, logits_TE: Tensor, context: RoutingContext) -> Routing:
-        """See `Router.select`."""
+    def decide(self, scores_TE: Tensor, context: RoutingContext) -> Decision:
+        """See `Router.decide`. Padding is chosen only when nothing else is left, and then has weight 0."""
         if context.mode == "causal" or context.threshold_phase:
-            return super().select(scores_TE, logits_TE, context)
-        index_GEC = self.choose(scores_TE, context)
-        num_tokens, num_experts = scores_TE.shape
+            return super().decide(scores_TE, context)
+        config, device = self.config, scores_TE.device
+        group = RoutingGroup(config.group, config.group_sequences, context.sequence_length, config.chunk_length)
+        capacity = expert_choice_capacity(config, group)
+        index_GEC, kth_GE = largest_per_row(self._comparable(scores_TE, group, context), capacity)
+        if context.mode == "train":
+            self.record(scores_TE, context, kth_GE if group.kind == "flat" else None)
         # The token that stands at each position of each group; (E, G*C) after the look-up.
-        token_GN = to_groups(
-            torch.arange(num_tokens, device=scores_TE.device)[:, None],
-            self.config.group,
-            self.config.group_sequences,
-            context.sequence_length,
-            self.config.chunk_length,
-        ).squeeze(-1)
+        num_tokens, num_experts = scores_TE.shape
+        token_GN = to_groups(torch.arange(num_tokens, device=device)[:, None], group).squeeze(-1)
         token_GEC = token_GN[:, None, :].expand(-1, num_experts, -1).gather(2, index_GEC)
         token_EA = rearrange(token_GEC, "g e c -> e (g c)")
-        if self.config.group == "position":  # groups interleave in token order; the others are already sorted
+        if group.kind == "position":  # groups interleave in token order; the others are already sorted
             token_EA = token_EA.sort(-1).values
-        capacity = token_EA.shape[1]
-        weight_EA = scores_TE.T.gather(1, token_EA) * self.config.route_scale
-        if context.valid_T is not None:
-            weight_EA = torch.where(context.valid_T[token_EA], weight_EA, 0.0)
-        offsets_E = torch.arange(1, num_experts + 1, device=scores_TE.device, dtype=torch.int32) * capacity
-        return Routing(
-            token_EA.reshape(-1),
-            offsets_E,
-            weight_EA.reshape(-1),
-            num_tokens,
-            capacity,
-            scores_TE,
-            logits_TE,
-            valid_T=context.valid_T,
-        )
+        per_expert = token_EA.shape[1]
+        offsets_E = torch.arange(1, num_experts + 1, device=device, dtype=torch.int32) * per_expert
+        return Decision(token_EA.reshape(-1), offsets_E, per_expert)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moe.config import MoEConfig, RoutingGroup, expert_choice_capacity
 from moe.routers.base import Router
-from moe.routers.selection import largest_per_row
-from moe.routing import Routing, RoutingContext, routing_from_mask, to_groups
+from moe.routing import Decision, RoutingContext, to_groups
 
 
 class ThresholdRouter(Router):
@@ -44,45 +43,46 @@ class ThresholdRouter(Router):
         for buffer in (self.updates, self.step_sum_E, self.step_groups_E):
             buffer.zero_()
 
-    def select(self, scores_TE: Tensor, logits_TE: Tensor, context: RoutingContext) -> Routing:
-        """See `Router.select`."""
+    def decide(self, scores_TE: Tensor, context: RoutingContext) -> Decision:
+        """See `Router.decide`."""
         if context.mode == "train":
-            self.choose(scores_TE, context)
-        return self.by_threshold(scores_TE, logits_TE, context)
-
-    def by_threshold(self, scores_TE: Tensor, logits_TE: Tensor, context: RoutingContext) -> Routing:
-        """Every pair whose score is above the expert's cutoff, padding excluded."""
-        mask_TE = scores_TE.detach() > self.cutoff_E
+            self.record(scores_TE, context)
+        mask_TE = scores_TE > self.cutoff_E
         if context.valid_T is not None:
-            mask_TE = mask_TE & context.valid_T[:, None]
-        weights_TE = scores_TE * self.config.route_scale
-        return routing_from_mask(mask_TE, scores_TE, logits_TE, weights_TE=weights_TE, valid_T=context.valid_T)
+            mask_TE &= context.valid_T[:, None]
+        return Decision.from_mask(mask_TE)
 
-    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Each expert's top C tokens of every routing group; in mode "train" their cutoffs are recorded.
+    def decision_distance(self, scores_TE: Tensor) -> Tensor:
+        """See `Router.decision_distance`: the distance to the expert's cutoff."""
+        return (scores_TE - self.cutoff_E).abs()
+
+    def record(self, scores_TE: Tensor, context: RoutingContext, kth_GE: Tensor | None = None) -> None:
+        """Note the cutoffs that would have given each expert its share of these tokens.
+
+        They are taken over all tokens of `group_sequences` sequences, also where experts choose within a position or
+        a chunk: the C-th largest of a few scores is a biased estimate (of 8 scores, C = 1, the mean cutoff lets
+        through half of what it should).
 
         Args:
             scores_TE: fp32 scores.
             context: shape of the batch and padding.
-
-        Returns:
-            (G, E, C) int64 positions within the group, rising. Padding is chosen only when nothing else is left.
+            kth_GE: each group's C-th largest score per expert, where it is known already.
         """
-        config = self.config
-        group = RoutingGroup(config.group, config.group_sequences, context.sequence_length, config.chunk_length)
-        capacity = expert_choice_capacity(config, group)
-        with torch.no_grad():
-            values_TE = scores_TE.detach()
-            if context.valid_T is not None:
-                values_TE = values_TE.masked_fill(~context.valid_T[:, None], -torch.inf)
-            values_GNE = to_groups(values_TE, group.kind, group.sequences, group.sequence_length, group.chunk_length)
-            index_GEC, kth_GE = largest_per_row(values_GNE.transpose(1, 2).contiguous(), capacity)
-            if context.mode == "train":
-                # A group with fewer valid tokens than slots has no C-th score: it does not count.
-                seen_GE = kth_GE.isfinite()
-                self.step_sum_E += kth_GE.where(seen_GE, 0.0).sum(0)
-                self.step_groups_E += seen_GE.sum(0)
-        return index_GEC
+        if kth_GE is None:
+            group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
+            values_GEN = self._comparable(scores_TE, group, context)
+            capacity = expert_choice_capacity(self.config, group)
+            kth_GE = values_GEN.topk(capacity, dim=-1, sorted=False).values.amin(-1)
+        # A group with fewer valid tokens than slots has no C-th score: it does not count.
+        seen_GE = kth_GE.isfinite()
+        self.step_sum_E += kth_GE.where(seen_GE, 0.0).sum(0)
+        self.step_groups_E += seen_GE.sum(0)
+
+    def _comparable(self, scores_TE: Tensor, group: RoutingGroup, context: RoutingContext) -> Tensor:
+        """Scores by group, (G, E, N), with padding below everything."""
+        if context.valid_T is not None:
+            scores_TE = scores_TE.masked_fill(~context.valid_T[:, None], -torch.inf)
+        return to_groups(scores_TE, group).transpose(1, 2).contiguous()
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -93,5 +93,9 @@ class ThresholdRouter(Router):
         rate = torch.clamp_min(1 / (self.updates + 1).float(), 1 - self.config.threshold_decay)
         self.cutoff_E += torch.where(seen_E, rate * (mean_E - self.cutoff_E), 0.0)
         self.updates += seen_E.any().long()
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """See `Router.forget_step`."""
         self.step_sum_E.zero_()
         self.step_groups_E.zero_()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from eval.likelihood import evaluate_windows
-from eval.routing_recorder import RoutingRecorder, decision_distance
-from moe.routing import routing_from_mask
+from eval.routing_recorder import RoutingRecorder
 from tests.eval.small_models import ROUTERS, random_text, small_model, window
+from tests.moe.helpers import routing_from_mask
 
 
 def test_counts_by_row_and_domain_worked_out_by_hand() -> None:
@@ -46,11 +46,10 @@ def test_decisions_at_a_cutoff_are_counted() -> None:
 def test_token_choice_decides_between_its_kth_and_next_score() -> None:
     layer = small_model("token_choice", num_experts=4).moe_layers()[0]
     scores_TE = torch.tensor([[0.5, 0.3, 0.2, 0.0]])
-    routing = routing_from_mask(scores_TE > 0.25, scores_TE, scores_TE)
-    assert decision_distance(layer, routing)[0].tolist() == pytest.approx([0.25, 0.05, 0.05, 0.25])
+    assert layer.router.decision_distance(scores_TE)[0].tolist() == pytest.approx([0.25, 0.05, 0.05, 0.25])
     all_experts = small_model("token_choice", num_experts=2).moe_layers()[0]
     scores_TE = scores_TE[:, :2]
-    assert decision_distance(all_experts, routing_from_mask(scores_TE > 0, scores_TE, scores_TE)).isinf().all()
+    assert all_experts.router.decision_distance(scores_TE).isinf().all()
 
 
 @pytest.mark.parametrize("router", ROUTERS)

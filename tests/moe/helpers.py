@@ -14,7 +14,7 @@ from moe.layer import MoELayer
 from moe.model import Transformer
 from moe.routers import build_router
 from moe.routers.base import Router
-from moe.routing import Routing, RoutingContext
+from moe.routing import Decision, Routing, RoutingContext
 
 SMALL = ModelConfig(vocabulary_size=37, width=24, layers=3, heads=3, kv_heads=1, tie_embeddings=False)
 
@@ -63,6 +63,11 @@ def calibrate(model: Transformer, batch: int = 6, length: int = 12) -> Transform
         model(token_BS, RoutingContext(batch, length, mode="train"))
     model.after_step()
     return model
+
+
+def routing_from_mask(mask_TE: Tensor, scores_TE: Tensor, logits_TE: Tensor, valid_T: Tensor | None = None) -> Routing:
+    """A ragged routing of exactly the pairs of a mask, weighted by their scores."""
+    return Routing.from_decision(Decision.from_mask(mask_TE), scores_TE, scores_TE, logits_TE, valid_T)
 
 
 def select(router: Router, scores_TE: Tensor, context: RoutingContext, logits_TE: Tensor | None = None) -> Routing:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.config import RoutingGroup
 from moe.routing import RoutingContext, from_groups, to_groups
 from tests.moe import oracle
 from tests.moe.helpers import make_router, pairs, select
@@ -55,9 +56,10 @@ def test_groups_partition_the_tokens_as_documented(kind: str) -> None:
     """`to_groups` puts the right tokens together, and `from_groups` undoes it."""
     moe = GROUPS[kind]
     index_T1 = torch.arange(B * S)[:, None]
-    index_GN1 = to_groups(index_T1, moe["group"], moe["group_sequences"], S, moe.get("chunk_length", 0))
+    group = RoutingGroup(moe["group"], moe["group_sequences"], S, moe.get("chunk_length", 0))
+    index_GN1 = to_groups(index_T1, group)
     assert index_GN1.squeeze(-1).tolist() == oracle_groups(moe)
-    assert from_groups(index_GN1, moe["group"], S).equal(index_T1)
+    assert from_groups(index_GN1, group).equal(index_T1)
 
 
 def test_a_hand_worked_example() -> None:

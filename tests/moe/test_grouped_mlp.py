@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from moe.kernels import BACKENDS, grouped_mlp
-from moe.routing import Routing, routing_from_mask
+from moe.routing import Routing
 from tests.moe import oracle
-from tests.moe.helpers import relative_error
+from tests.moe.helpers import relative_error, routing_from_mask
 
 D, E, F = 24, 5, 16
 

@@ -170,3 +170,21 @@ sys.exit(train.main(sys.argv[1:]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_profile_and_tensorboard_points_are_written(config_file, corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    import train
+
+    where = ["--run.folder", str(tmp_path / "runs"), "--data.corpus", str(corpus.folder)]
+    assert train.main([str(config_file), *where, "--training.steps", "7", "--log.profile", "2"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    traces = list((run / "profile").glob("*.json*"))
+    assert len(traces) == 1
+    assert "aten::mm" in traces[0].read_text()
+    points = EventAccumulator(str(run / "tb"))
+    points.Reload()
+    scalars = {"noncausal_loss", "gradient_norm", "max_violation", "val/bits_per_byte"}
+    assert scalars <= set(points.Tags()["scalars"])
+    assert [event.step for event in points.Scalars("val/loss")] == [7]
