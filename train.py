@@ -13,7 +13,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,106 +61,114 @@ def main(arguments: list[str]) -> int:
         return EXIT_FAILED
 
 
+@dataclass
+class Experiment:
+    """What a run works with.
+
+    Attributes:
+        first_step: optimizer steps already done, from the checkpoint.
+    """
+
+    run: Run
+    corpus: Corpus
+    batches: Batches
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    first_step: int
+
+
 def train(config: Config, console: Console) -> int:
-    """Run an experiment to its end, to `run.stop_after`, or to Ctrl-C."""
+    """Run an experiment to its end, to `run.stop_after`, or to Ctrl-C; the exit status."""
     keep_freed_memory()
+    experiment = prepare(config)
+    run, steps = experiment.run, config.training.steps
+    if experiment.first_step == steps:
+        console.print(f"{run.folder} has all its {steps} steps; scoreboard: python -m eval.report {run.folder}")
+        return 0
+    describe(experiment, console)
+    with RunLog(run, experiment.first_step) as log, interruptible() as asked_to_stop:
+        done = take_steps(experiment, log, asked_to_stop, console)
+        if done == steps:
+            with console.status("scoring held-out text"):
+                values = validate(experiment, config.eval.final_tokens)
+            log.scalars(steps, values)
+            log.metrics({"step": steps, "final": True, **values})
+    if done == steps:
+        bits, nats = values["val/bits_per_byte"], values["val/loss"]
+        console.print(f"held-out, causal routing: {bits:.4f} bits per byte ({nats:.4f} nats per token)")
+        console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
+        return 0
+    # Later flags win, so the command can be repeated as it was with these behind it.
+    command = " ".join(["python", *map(shlex.quote, sys.argv), "--run.resume auto --run.stop-after 0"])
+    console.print(f"saved {run.folder} at step {done}; continue with: {command}")
+    return EXIT_INTERRUPTED if asked_to_stop() else 0
+
+
+def prepare(config: Config) -> Experiment:
+    """Open the data, make or find the run's folder, build the model, and load the checkpoint if there is one."""
     device = choose_device(config.training.device)
     corpus = Corpus.open(config.data.corpus)
     corpus.require_model_vocabulary(config.model.vocabulary_size)
+    training = config.training
     batches = Batches(
-        corpus,
-        config.training.sequence_length,
-        config.training.batch_sequences,
-        config.run.seed,
-        config.data.mixture_exponent,
+        corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
     )
-
     run, checkpoint = Run.create(config)
-    if checkpoint is not None and checkpoint.step == config.training.steps:
-        console.print(
-            f"{run.folder} has all its {checkpoint.step} steps; scoreboard: python -m eval.report {run.folder}"
-        )
-        return 0
-    dtype = compute_dtype(config.training.precision, device)
+    dtype = compute_dtype(training.precision, device)
     model = build_model(config.model, config.moe, config.run.seed, device, dtype)
-    optimizer = build_optimizer(model, config.training)
-    first_step = 0
-    if checkpoint is not None:
-        load_model(checkpoint, model)
-        load_optimizer(checkpoint, model, optimizer)
-        first_step = checkpoint.step
-    else:
+    optimizer = build_optimizer(model, training)
+    if checkpoint is None:
         run.write_environment(corpus)
-    describe(run, model, corpus, device, first_step, console)
-
-    last_step = max(first_step, config.run.stop_after or config.training.steps)
-    interrupted = False
-    log = RunLog(run, first_step)
-    done = first_step
-    with interruptible() as asked_to_stop, profiler(config, run) as profile:
-        with progress_line(console) as progress:
-            task = progress.add_task("", total=config.training.steps, completed=first_step, status="")
-            for step in range(first_step, last_step):
-                started = time.perf_counter()
-                batch = batches.batch(step)
-                loads = LoadCounter() if (step + 1) % config.log.every == 0 else None
-                result = train_step(
-                    model,
-                    optimizer,
-                    batch,
-                    config,
-                    step,
-                    corpus.tokenizer.end_of_text,
-                    loads.observe if loads else None,
-                )
-                seconds = time.perf_counter() - started
-                values = step_values(config, corpus, batch, step, result, seconds, device)
-                done = step + 1
-                if loads:
-                    record_loads(log, loads, values, done, step >= config.threshold_step)
-                if config.eval.every and done % config.eval.every == 0 and done < config.training.steps:
-                    values |= validate(model, corpus, config, config.eval.tokens)
-                if loads or "val/bits_per_byte" in values:
-                    log.scalars(done, {k: v for k, v in values.items() if isinstance(v, int | float)})
-                log.metrics(values)
-                progress.update(task, completed=done, status=status_text(values))
-                profile.step()
-                interrupted = asked_to_stop()
-                at_interval = config.run.checkpoint_every and done % config.run.checkpoint_every == 0
-                if done == last_step or interrupted or at_interval:
-                    save_checkpoint(run.checkpoints, done, model, optimizer, {"tokens": done * config.tokens_per_step})
-                if interrupted:
-                    break
-    if done == config.training.steps:
-        with console.status("scoring held-out text"):
-            values = validate(model, corpus, config, config.eval.final_tokens)
-        log.scalars(config.training.steps, values)
-        log.metrics({"step": config.training.steps, "final": True, **values})
-        console.print(
-            f"held-out, causal routing: {values['val/bits_per_byte']:.4f} bits per byte "
-            f"({values['val/loss']:.4f} nats per token)"
-        )
-        console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
-    else:
-        # Later flags win, so the command can be repeated as it was with these behind it.
-        command = " ".join(["python", *map(shlex.quote, sys.argv)])
-        console.print(
-            f"saved {run.folder} at step {done}; continue with: {command} --run.resume auto --run.stop-after 0"
-        )
-    log.close()
-    return EXIT_INTERRUPTED if interrupted else 0
+        return Experiment(run, corpus, batches, model, optimizer, device, 0)
+    run.require_same_corpus(corpus)
+    load_model(checkpoint, model)
+    load_optimizer(checkpoint, model, optimizer)
+    return Experiment(run, corpus, batches, model, optimizer, device, checkpoint.step)
 
 
-def describe(
-    run: Run, model: Transformer, corpus: Corpus, device: torch.device, first_step: int, console: Console
-) -> None:
+def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], console: Console) -> int:
+    """The training loop; the number of steps done at its end, which are saved."""
+    config = e.run.config
+    last_step = max(e.first_step, config.run.stop_after or config.training.steps)
+    done = e.first_step
+    stop = done == last_step
+    with profiler(e.run) as profile, progress_line(console) as progress:
+        task = progress.add_task("", total=config.training.steps, completed=done, status="")
+        while not stop:
+            step, started = done, time.perf_counter()
+            batch = e.batches.batch(step)
+            loads = LoadCounter() if (step + 1) % config.log.every == 0 else None
+            observe = loads.observe if loads else None
+            end_of_text = e.corpus.tokenizer.end_of_text
+            result = train_step(e.model, e.optimizer, batch, config, step, end_of_text, observe)
+            values = step_values(e, batch, step, result, time.perf_counter() - started)
+            done = step + 1
+            if loads:
+                record_loads(log, loads, values, done, step >= config.threshold_step)
+            if config.eval.every and done % config.eval.every == 0 and done < config.training.steps:
+                values |= validate(e, config.eval.tokens)
+            if loads or "val/bits_per_byte" in values:
+                log.scalars(done, values)
+            log.metrics(values)
+            progress.update(task, completed=done, status=status_text(values))
+            profile.step()
+            at_interval = config.run.checkpoint_every and done % config.run.checkpoint_every == 0
+            stop = done == last_step or asked_to_stop()
+            if stop or at_interval:
+                state = {"tokens": done * config.tokens_per_step}
+                save_checkpoint(e.run.checkpoints, done, e.model, e.optimizer, state)
+    return done
+
+
+def describe(e: Experiment, console: Console) -> None:
     """Say what is about to happen, and how load is balanced."""
-    config, moe = run.config, run.config.moe
-    total, active = parameter_counts(model)
-    dtype = str(model.compute_dtype).removeprefix("torch.")
+    config, moe = e.run.config, e.run.config.moe
+    total, active = parameter_counts(e.model)
+    dtype = str(e.model.compute_dtype).removeprefix("torch.")
     console.print(
-        f"{run.folder}: {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active a token, on {device.type} in "
-        f"{dtype}; corpus {corpus.sha256[:12]} ({len(corpus.domains)} domains); "
+        f"{e.run.folder}: {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active a token, on {e.device.type} in "
+        f"{dtype}; corpus {e.corpus.sha256[:12]} ({len(e.corpus.domains)} domains); "
         f"{config.training.steps} steps of {config.tokens_per_step:,} tokens"
     )
     if moe.is_moe:
@@ -170,22 +179,15 @@ def describe(
             f'expert choice over "{moe.group}" groups is not causal: its losses are logged as noncausal_*; threshold '
             f"routing starts at step {config.threshold_step}; validation is causal throughout"
         )
-    if first_step:
-        console.print(f"continuing from step {first_step}")
+    if e.first_step:
+        console.print(f"continuing from step {e.first_step}")
 
 
-def step_values(
-    config: Config,
-    corpus: Corpus,
-    batch: Batch,
-    step: int,
-    result: StepResult,
-    seconds: float,
-    device: torch.device,
-) -> dict[str, Any]:
+def step_values(e: Experiment, batch: Batch, step: int, result: StepResult, seconds: float) -> dict[str, Any]:
     """The line of metrics.jsonl of one step. A loss that its router may have leaked into is named noncausal."""
+    config = e.run.config
     labels = batch.label_BS[batch.label_BS != -100].numpy()
-    text_bytes = int(corpus.tokenizer.token_bytes_V[labels].sum())
+    text_bytes = int(e.corpus.tokenizer.token_bytes_V[labels].sum())
     prefix = "noncausal_" if config.training_router_leaks and step < config.threshold_step else ""
     values: dict[str, Any] = {
         "step": step + 1,
@@ -197,7 +199,7 @@ def step_values(
         "tokens_per_second": result.tokens / seconds,
     }
     values |= {f"{name}_loss": value for name, value in result.auxiliary.items()}
-    if (peak := peak_flops(device)) is not None:
+    if (peak := peak_flops(e.device, e.model.compute_dtype)) is not None:
         flops = training_flops_per_token(config.model, config.moe, config.training.sequence_length)
         values["mfu"] = flops * result.tokens / seconds / peak
     return values
@@ -213,15 +215,15 @@ def record_loads(log: RunLog, loads: LoadCounter, values: dict[str, Any], done: 
         values |= summary
 
 
-def validate(model: Transformer, corpus: Corpus, config: Config, tokens: int) -> dict[str, float]:
+def validate(e: Experiment, tokens: int) -> dict[str, float]:
     """Held-out loss under causal routing, over all domains together and for each."""
-    score = evaluate(model, corpus, config, tokens)
+    score = evaluate(e.model, e.corpus, e.run.config, tokens)
     values = {"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}
     return values | {f"val/{name}/bits_per_byte": part.bits_per_byte for name, part in score.domains.items()}
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Any]:
+def interruptible() -> Iterator[Callable[[], bool]]:
     """Turn Ctrl-C into a question asked at step boundaries; a second one ends the process at once."""
     asked = False
 
@@ -239,12 +241,12 @@ def interruptible() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def profiler(config: Config, run: Run) -> Iterator[Any]:
+def profiler(run: Run) -> Iterator[Any]:
     """A torch.profiler over `log.profile` steps, or something that ignores `step()`."""
-    if not config.log.profile:
+    if not run.config.log.profile:
         yield type("NoProfile", (), {"step": staticmethod(lambda: None)})
         return
-    schedule = torch.profiler.schedule(wait=0, warmup=2, active=config.log.profile, repeat=1)
+    schedule = torch.profiler.schedule(wait=0, warmup=2, active=run.config.log.profile, repeat=1)
     handler = torch.profiler.tensorboard_trace_handler(str(run.folder / "profile"))
     with torch.profiler.profile(schedule=schedule, on_trace_ready=handler) as profile:
         yield profile

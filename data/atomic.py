@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable, where the system supports it."""
-    if os.name == "nt":  # a folder cannot be opened there
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    if os.name == "nt" and path.is_dir():  # a folder cannot be opened there
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -21,7 +21,7 @@ def sync_folder(folder: Path) -> None:
 def commit(temporary: Path, final: Path) -> None:
     """Give the finished file `temporary` its final name, replacing what was there."""
     os.replace(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def _cached(
         def observe(layer: int, routing: Routing) -> None:
             shape = (batch, -1, routing.num_experts)
             part_routes.append(routing.assigned_TE().view(shape))  # noqa: B023
-            part_distances.append(layers[layer].router.decision_distance(routing.scores_TE).view(shape))  # noqa: B023
+            part_distances.append(layers[layer].router.decision_distance(routing.scores()).view(shape))  # noqa: B023
 
         context = RoutingContext(batch, part_BS.shape[1], valid_BS=part_valid, mode="causal", observe=observe)
         logits.append(model(part_BS, context, cache=cache).float())

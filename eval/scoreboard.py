@@ -42,7 +42,8 @@ def compute(run: Run, tokens: int | None = None, progress: Callable[[str], None]
     config, corpus = run.config, run.corpus()
     tokens = config.eval.final_tokens if tokens is None else tokens
     progress("loading the model")
-    checkpoint_step, model = run.step, run.model()
+    checkpoint = run.checkpoint()
+    checkpoint_step, model = checkpoint.step, run.model(checkpoint=checkpoint)
     recorder = RoutingRecorder(model, corpus.domains)
     progress("model, causal routing")
     causal = evaluate(model, corpus, config, tokens, recorder=recorder)

@@ -51,7 +51,7 @@ class Attention(nn.Module):
     """Causal self-attention.
 
     Attributes:
-        query_key_value: one projection to H query, then key, then value heads.
+        query, key, value: projections to heads, apart so that each can be split over its heads.
         output: projection back to the model width.
     """
 
@@ -60,7 +60,9 @@ class Attention(nn.Module):
         self.index = index
         self.heads, self.kv_heads = config.heads, config.resolved_kv_heads
         self.head_dim = config.resolved_head_dim
-        self.query_key_value = Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.query = Linear(config.width, self.heads * self.head_dim)
+        self.key = Linear(config.width, self.kv_heads * self.head_dim)
+        self.value = Linear(config.width, self.kv_heads * self.head_dim)
         self.output = Linear(self.heads * self.head_dim, config.width)
         self.norm_heads = config.qk_norm == "head"
         if config.qk_norm == "none":
@@ -90,9 +92,7 @@ class Attention(nn.Module):
         Returns:
             (B, S, D).
         """
-        queries = self.heads * self.head_dim
-        keys = self.kv_heads * self.head_dim
-        query, key, value = self.query_key_value(x_BSD).split([queries, keys, keys], dim=-1)
+        query, key, value = self.query(x_BSD), self.key(x_BSD), self.value(x_BSD)
         if not self.norm_heads:  # over the whole width, or identity
             query, key = self.query_norm(query), self.key_norm(key)
         query, key, value = (rearrange(t, "b s (h d) -> b h s d", d=self.head_dim) for t in (query, key, value))
@@ -101,8 +101,13 @@ class Attention(nn.Module):
         query, key = rotate(query, rotation), rotate(key, rotation)
         if cache is not None:
             key, value = cache.append(self.index, key, value)
+        grouped = self.kv_heads != self.heads
+        if grouped and mask is not None and query.is_cuda:
+            # With a mask, CUDA's fused kernels want as many key heads as query heads; else the slow one is taken.
+            key, value = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (key, value))
+            grouped = False
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.heads
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return self.output(rearrange(out, "b h s d -> b s (h d)"))
 

@@ -7,6 +7,7 @@ work raises `ConfigError`, whose message starts with the key to change.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -36,7 +37,7 @@ class ModelConfig:
     """The transformer around the experts."""
 
     vocabulary_size: int = 2048
-    """Number of token ids. It must equal the corpus' vocabulary."""
+    """Number of token ids, at least the corpus' vocabulary."""
     width: int = 256
     """Model width D: the size of the residual stream."""
     layers: int = 4
@@ -159,6 +160,11 @@ class MoEConfig:
         return self.router != "dense"
 
     @property
+    def causal_in_training(self) -> bool:
+        """Whether no token's routing in training can depend on later tokens of its sequence."""
+        return ROUTER_FACTS[self.router].causal(self)
+
+    @property
     def active_width(self) -> int:
         """Hidden units that one token passes in a mixture layer: the width of the dense twin's feed-forward."""
         return self.experts_per_token * self.expert_width + self.shared_width
@@ -191,12 +197,13 @@ class MoEConfig:
         if self.capacity_factor is not None:
             require(self.capacity_factor > 0, f"moe.capacity_factor = {self.capacity_factor}: must be above 0")
         defaults = {f.name: f.default for f in fields(self)}
-        for key, routers in READ_BY.items():
+        for key in sorted(set().union(*(facts.reads for facts in ROUTER_FACTS.values()))):
             value = getattr(self, key)
+            readers = [name for name, facts in ROUTER_FACTS.items() if key in facts.reads]
             require(
-                self.router in routers or value == defaults[key],
+                self.router in readers or value == defaults[key],
                 f"moe.{key} = {value} has no effect with moe.router = {self.router!r}: remove it or use "
-                f"{' or '.join(routers)}",
+                f"{' or '.join(readers)}",
             )
         require(
             not (self.renormalize and self.experts_per_token == 1),
@@ -210,19 +217,32 @@ class MoEConfig:
         )
 
 
-# Keys that only some routers read. Setting one to anything but its default elsewhere is an error: a key that does
-# nothing would be mistaken for one that was tried.
-READ_BY = {
-    "group": ("expert_choice", "threshold"),
-    "chunk_length": ("expert_choice", "threshold"),
-    "threshold_after": ("expert_choice",),
-    "threshold_decay": ("expert_choice", "threshold"),
-    "renormalize": ("token_choice",),
-    "capacity_factor": ("token_choice",),
-    "balance_coefficient": ("threshold", "token_choice"),
-    "z_coefficient": ("expert_choice", "threshold", "token_choice"),
-    "score": ("expert_choice", "threshold", "token_choice"),
-    "route_scale": ("expert_choice", "threshold", "token_choice"),
+@dataclass(frozen=True)
+class RouterFacts:
+    """What the configuration must know of a router without importing it.
+
+    Attributes:
+        reads: keys of `[moe]` that this router reads and not all do. Setting another router's key is an error: a key
+            that does nothing would be mistaken for one that was tried.
+        causal: whether no token's routing in training can depend on later tokens of its sequence. A router that does
+            not say so counts as leaking: its losses are logged as noncausal.
+    """
+
+    reads: frozenset[str]
+    causal: Callable[[MoEConfig], bool] = lambda moe: False
+
+
+_ALL_ROUTERS = frozenset({"score", "route_scale", "z_coefficient"})
+ROUTER_FACTS: dict[str, RouterFacts] = {
+    "expert_choice": RouterFacts(
+        _ALL_ROUTERS | {"group", "chunk_length", "threshold_after", "threshold_decay"},
+        causal=lambda moe: moe.group == "position",
+    ),
+    "threshold": RouterFacts(_ALL_ROUTERS | {"threshold_decay", "balance_coefficient"}, causal=lambda moe: True),
+    "token_choice": RouterFacts(
+        _ALL_ROUTERS | {"renormalize", "capacity_factor", "balance_coefficient"}, causal=lambda moe: True
+    ),
+    "dense": RouterFacts(frozenset(), causal=lambda moe: True),
 }
 
 
@@ -237,6 +257,12 @@ def require_choices(section: str, config: Any) -> None:
 def divisors(number: int) -> list[int]:
     """All divisors, for error messages."""
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def is_moe_layer(model: ModelConfig, index: int) -> bool:
+    """Whether block `index` has experts: not the first `dense_layers`, then every `moe_every`-th."""
+    after = index - model.dense_layers
+    return after >= 0 and after % model.moe_every == 0
 
 
 @dataclass(frozen=True)
@@ -279,18 +305,16 @@ def check_routing(moe: MoEConfig, sequence_length: int, micro_batch_sequences: i
         f"{micro_batch_sequences}: a routing group lives inside one micro-batch; choose among "
         f"{divisors(micro_batch_sequences)}",
     )
-    if moe.router == "token_choice":
-        return
     group = RoutingGroup(moe.group, moe.group_sequences, sequence_length, moe.chunk_length)
     if moe.group == "chunk":
         require(
             sequence_length % moe.chunk_length == 0,
             f"moe.chunk_length = {moe.chunk_length} does not divide training.sequence_length = {sequence_length}",
         )
-    expert_choice_capacity(moe, group)
-    safe = moe.router == "threshold" or moe.group == "position" or group.tokens >= LEAK_SAFE_GROUP_TOKENS
+    if "threshold_decay" in ROUTER_FACTS[moe.router].reads:  # experts with a capacity, or with cutoffs made from one
+        expert_choice_capacity(moe, group)
     require(
-        safe or moe.allow_leak,
+        moe.causal_in_training or moe.allow_leak or group.tokens >= LEAK_SAFE_GROUP_TOKENS,
         f'moe.group = "{moe.group}" with {group.tokens} tokens in a group lets earlier tokens see their future: use at '
         f'least {LEAK_SAFE_GROUP_TOKENS} tokens (raise moe.group_sequences), moe.group = "position", or accept it with '
         "moe.allow_leak = true",

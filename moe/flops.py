@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe.config import ModelConfig, MoEConfig
-from moe.model import is_moe_layer
+from moe.config import ModelConfig, MoEConfig, is_moe_layer
 
 
 def forward_flops_per_token(model: ModelConfig, moe: MoEConfig, sequence_length: int) -> int:

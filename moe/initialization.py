@@ -1,6 +1,7 @@
 """Parameter values as a function of (seed, name, expert, row block): independent of layout and of build order.
 
-A model is built without memory (on the meta device) and each process fills only the rows it holds.
+A model is built without memory (on the meta device) and filled afterwards. Since each block of rows has a generator
+of its own, a process that holds a shard will be able to draw just that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from moe.config import ModelConfig, MoEConfig
 from moe.layer import Experts
 from moe.model import Transformer
-from moe.routers.threshold import ThresholdRouter
+from moe.modules import RMSNorm
+from moe.routers.base import Router
 
 # Rows drawn from one generator. A shard boundary inside a block would draw the block and keep a part.
 ROW_BLOCK = 128
@@ -44,11 +46,14 @@ def initialize(model: Transformer, seed: int) -> None:
     that the blocks' first outputs do not drown the token they are about; a tied one has the head's 1 / D.
     """
     residual = 1 / math.sqrt(2 * model.config.layers)
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 2)
-        if parameter.dim() == 1:
+        if id(parameter) in norms:
             parameter.fill_(1.0)
             continue
+        if parameter.dim() < 2:
+            raise AssertionError(f"no initial value is defined for {name}: say here what it starts from")
         std = 1 / math.sqrt(parameter.shape[-1])
         if name == "embedding.weight" and model.head is not None:
             std = 1.0
@@ -56,7 +61,7 @@ def initialize(model: Transformer, seed: int) -> None:
             std *= residual
         _fill_normal(parameter, std, seed, name, by_expert=leaf[-1] in ("w13_E2FD", "w2_EDF"))
     for module in model.modules():
-        if isinstance(module, ThresholdRouter):
+        if isinstance(module, Router):
             module.reset_buffers()
 
 

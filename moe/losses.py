@@ -1,5 +1,7 @@
 """Losses that keep a router healthy, and how they reach the gradient.
 
+The mixture layer (`moe/layer.py`) normalises them over the whole optimizer step before it attaches them.
+
 Conventions, for every loss here: natural logarithms; padding counts nowhere, neither in sums nor in divisors; layers
 are **summed** (a coefficient means the same at any depth of one layer); a group of padding only contributes 0.
 """
@@ -17,8 +19,8 @@ def switch_balance(
 ) -> Tensor:
     """Switch/GShard balance loss of each routing group: E * sum_e f_e * P_e.
 
-    f_e is the share of the group's assignments that expert e is given (it sums to 1, because it is divided by
-    `experts_per_token`) and carries no gradient; P_e is the mean probability of e. The value is 1 when routing and
+    f_e is the share of the group's assignments that expert e is given (for top-k it sums to 1, because it is divided
+    by `experts_per_token`) and carries no gradient; P_e is the mean probability of e. The value is 1 when routing and
     probabilities are uniform, and at most E. Libraries that do not divide f by k report k times this value.
     (Fedus et al. 2022, eq. 4-6; GShard, algorithm 1.)
 

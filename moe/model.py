@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.attention import Attention, KeyValueCache, attention_mask, rotary_rotation
-from moe.config import ModelConfig, MoEConfig
+from moe.config import ModelConfig, MoEConfig, is_moe_layer
 from moe.layer import MoELayer
 from moe.modules import FeedForward, Linear, RMSNorm
 from moe.routing import RoutingContext
@@ -58,14 +58,15 @@ class Transformer(nn.Module):
         self.config = model
         self.moe_config = moe
         self.compute_dtype = compute_dtype
-        self.embedding = nn.Embedding(model.vocabulary_size, model.width, _weight=None)
-        self.blocks = nn.ModuleList(Block(model, moe, index) for index in range(model.layers))
+        self.embedding = nn.Embedding(model.vocabulary_size, model.width)
+        # A dictionary keeps a block's name where a pipeline stage holds only some: seeds and checkpoints go by it.
+        self.blocks = nn.ModuleDict({str(index): Block(model, moe, index) for index in range(model.layers)})
         self.final_norm = RMSNorm(model.width, model.norm_epsilon)
         self.head = None if model.tie_embeddings else Linear(model.width, model.vocabulary_size)
 
     def moe_layers(self) -> list[MoELayer]:
         """The mixture layers, first to last."""
-        return [b.feed_forward for b in self.blocks if isinstance(b, Block) and isinstance(b.feed_forward, MoELayer)]
+        return [module for module in self.modules() if isinstance(module, MoELayer)]
 
     def forward(
         self,
@@ -108,8 +109,8 @@ class Transformer(nn.Module):
         position_BS = positions(batch, length, device, document_BS, valid_BS, cache)
         rotation = rotary_rotation(position_BS, self.config.resolved_head_dim, self.config.rope_base, dtype)
         mask = attention_mask(batch, length, device, dtype, document_BS, valid_BS, cache)
-        x_BSD = F.embedding(token_BS, self.embedding.weight).to(dtype)
-        for block in self.blocks:
+        x_BSD = self.embedding(token_BS).to(dtype)
+        for block in self.blocks.values():
             x_BSD = block(x_BSD, context, rotation, mask, cache)
         if cache is not None:
             cache.length += length
@@ -121,11 +122,10 @@ class Transformer(nn.Module):
         for layer in self.moe_layers():
             layer.router.after_step()
 
-
-def is_moe_layer(model: ModelConfig, index: int) -> bool:
-    """Whether block `index` has experts: not the first `dense_layers`, then every `moe_every`-th."""
-    after = index - model.dense_layers
-    return after >= 0 and after % model.moe_every == 0
+    def forget_step(self) -> None:
+        """Let every router drop what it recorded of a step that is not taken."""
+        for layer in self.moe_layers():
+            layer.router.forget_step()
 
 
 def positions(

@@ -42,7 +42,10 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """F.rms_norm in fewer passes over memory: it has no fused kernel on CPU (measured: 2.5 times faster in bf16)."""
+    """F.rms_norm in fewer passes over memory: it has no fused kernel on CPU (measured: 2.5 times faster in bf16).
+
+    The row's scale is rounded to the activation's dtype, so a bf16 row can be off by one more bf16 rounding (0.4%).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -68,10 +71,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, hidden_width: int) -> None:
         super().__init__()
-        self.gate_up = Linear(width, 2 * hidden_width)
+        self.gate = Linear(width, hidden_width)
+        self.up = Linear(width, hidden_width)
         self.down = Linear(hidden_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate(x)) * self.up(x))

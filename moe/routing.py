@@ -114,6 +114,11 @@ class Routing:
         assert self.token_A is not None
         return run_of_row(self.offsets_E, self.token_A.shape[0])
 
+    def scores(self) -> Tensor:
+        """`scores_TE` of a routing that came from a router, where it is always there."""
+        assert self.scores_TE is not None
+        return self.scores_TE
+
     def counts_E(self) -> Tensor:
         """int64 number of valid tokens that each expert takes."""
         return self.assigned_TE().sum(0)

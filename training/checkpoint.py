@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data.atomic import commit
+from data.atomic import commit, sync
 
 FORMAT_VERSION = 1
-FILES = ("model.safetensors", "optimizer.safetensors")
+MODEL_FILE, OPTIMIZER_FILE = FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 class CheckpointError(RuntimeError):
@@ -64,8 +64,8 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        save_file({k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}, temporary / FILES[0])
-        save_file(_optimizer_tensors(model, optimizer), temporary / FILES[1])
+        save_file({k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}, temporary / MODEL_FILE)
+        save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
         manifest = {
             "format": FORMAT_VERSION,
             "step": step,
@@ -74,7 +74,8 @@ def save_checkpoint(
         }
         (temporary / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in temporary.iterdir():
-            _flush(path)
+            sync(path)
+        sync(temporary)
         if final.exists():
             shutil.rmtree(final)
         commit(temporary, final)
@@ -84,8 +85,8 @@ def save_checkpoint(
     return final
 
 
-def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """The checkpoint with the highest step, checked; None where there is none.
+def newest_checkpoint(root: Path, files: Sequence[str] = FILES) -> Checkpoint | None:
+    """The checkpoint with the highest step; None where there is none. `files` are those that get checked.
 
     Raises:
         CheckpointError: if it is damaged. Older ones are not taken in silence.
@@ -95,11 +96,11 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
         for path in (root.iterdir() if root.is_dir() else ())
         if (match := re.fullmatch(r"step_(\d+)", path.name))
     ]
-    return open_checkpoint(root / f"step_{max(steps)}") if steps else None
+    return open_checkpoint(root / f"step_{max(steps)}", files) if steps else None
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Check a checkpoint's manifest, sizes and checksums.
+def open_checkpoint(folder: Path, files: Sequence[str] = FILES) -> Checkpoint:
+    """Check a checkpoint's manifest, and the sizes and checksums of `files`.
 
     Raises:
         CheckpointError: naming the file, what was expected and what is there.
@@ -107,7 +108,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     hint = "remove the folder to fall back on an earlier one"
     try:
         manifest = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-        step, state, files = int(manifest["step"]), dict(manifest["state"]), dict(manifest["files"])
+        step, state, recorded = int(manifest["step"]), dict(manifest["state"]), dict(manifest["files"])
         version = manifest["format"]
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: damaged checkpoint: checkpoint.json is missing; {hint}") from None
@@ -116,11 +117,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(message) from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder}: checkpoint format {version}; this version reads {FORMAT_VERSION}")
-    for name in FILES:
+    for name in files:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: damaged checkpoint: the file is missing; {hint}")
-        expected = files.get(name, {})
+        expected = recorded.get(name, {})
         if path.stat().st_size != expected.get("bytes"):
             raise CheckpointError(
                 f"{path}: damaged checkpoint: {path.stat().st_size} bytes, expected {expected.get('bytes')}; {hint}"
@@ -132,14 +133,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fill parameters and buffers; every key must be there with its shape, and no other."""
-    loaded = _read(checkpoint.folder / FILES[0])
-    _check_keys(checkpoint.folder / FILES[0], model.state_dict(), loaded)
+    loaded = _read(checkpoint.folder / MODEL_FILE)
+    _check_keys(checkpoint.folder / MODEL_FILE, model.state_dict(), loaded)
     model.load_state_dict(loaded)
 
 
 def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore both moments and step counts, bit for bit."""
-    loaded = _read(checkpoint.folder / FILES[1])
+    loaded = _read(checkpoint.folder / OPTIMIZER_FILE)
     names = {parameter: name for name, parameter in model.named_parameters()}
     expected = set()
     for group in optimizer.param_groups:
@@ -149,11 +150,11 @@ def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.op
                 name = f"{names[parameter]}/{key}"
                 expected.add(name)
                 if name not in loaded:
-                    raise CheckpointError(f"{checkpoint.folder / FILES[1]}: {name} is missing")
-                entries[key] = loaded[name].to(parameter.device) if key != "step" else loaded[name]
+                    raise CheckpointError(f"{checkpoint.folder / OPTIMIZER_FILE}: {name} is missing")
+                entries[key] = loaded[name].to(parameter.device)  # fused AdamW wants its step count there too
             optimizer.state[parameter] = entries
     if extra := sorted(set(loaded) - expected):
-        raise CheckpointError(f"{checkpoint.folder / FILES[1]}: unexpected {', '.join(extra[:5])}")
+        raise CheckpointError(f"{checkpoint.folder / OPTIMIZER_FILE}: unexpected {', '.join(extra[:5])}")
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -188,11 +189,3 @@ def _check_keys(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor])
 def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe.config import ConfigError, ModelConfig, MoEConfig, check_routing, divisors, require, require_positive
+from moe.config import ModelConfig, MoEConfig, check_routing, divisors, is_moe_layer, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TrainingConfig:
     learning_rate: float = 3e-3
     """Peak learning rate."""
     final_learning_rate: float = 0.0
-    """Learning rate at the last step, as a fraction of the peak."""
+    """Where the learning rate falls to, as a fraction of the peak; reached when the last step is done."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "wsd"] = "wsd"
@@ -186,6 +186,12 @@ class Config:
 
     def __post_init__(self) -> None:
         check_routing(self.moe, self.training.sequence_length, self.training.micro_batch_sequences)
+        dense = [i for i in range(self.model.layers) if not is_moe_layer(self.model, i)]
+        require(
+            self.model.feed_forward_width is None or bool(dense),
+            f"model.feed_forward_width = {self.model.feed_forward_width} has no effect: no layer is dense; set "
+            "model.dense_layers or model.moe_every, or remove it",
+        )
         require(
             self.run.stop_after <= self.training.steps,
             f"run.stop_after = {self.run.stop_after}: must be at most training.steps = {self.training.steps}",
@@ -208,7 +214,4 @@ class Config:
     @property
     def training_router_leaks(self) -> bool:
         """Whether, before `threshold_step`, a token's routing can depend on later tokens of its sequence."""
-        return self.moe.router == "expert_choice" and self.moe.group != "position"
-
-
-__all__ = ["Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "ParallelConfig", "RunConfig"]
+        return not self.moe.causal_in_training

@@ -9,16 +9,17 @@ import torch
 
 from moe.config import ConfigError
 
-# Dense bf16 peak, FLOP/s, from the vendors' data sheets (without sparsity). An unknown device gets no MFU rather than
-# a wrong one.
+# Dense bf16 peak, FLOP/s, from the vendors' data sheets (without sparsity), by the name that the driver gives. An
+# unknown device gets no MFU rather than a wrong one.
 PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
 }
 
 
@@ -46,13 +47,11 @@ def _multiplies_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOP/s of a known GPU; None for a CPU or an unknown one."""
-    if device.type != "cuda":
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a known GPU in bf16; None for a CPU, an unknown GPU, or another dtype."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    matches = [key for key in PEAK_BF16_FLOPS if key in name]
-    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+    return PEAK_BF16_FLOPS.get(torch.cuda.get_device_name(device))
 
 
 def keep_freed_memory() -> None:

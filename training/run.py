@@ -20,7 +20,7 @@ from data.atomic import write_atomically
 from data.corpus import Corpus
 from moe.initialization import build_model
 from moe.model import Transformer
-from training.checkpoint import Checkpoint, load_model, newest_checkpoint
+from training.checkpoint import MODEL_FILE, Checkpoint, load_model, newest_checkpoint
 from training.config import Config
 from training.device import choose_device, compute_dtype
 from training.load_config import config_from_dict, config_to_toml, differences, read_toml
@@ -101,6 +101,11 @@ class Run:
         """
         corpus = Corpus.open(self.config.data.corpus)
         corpus.require_model_vocabulary(self.config.model.vocabulary_size)
+        self.require_same_corpus(corpus)
+        return corpus
+
+    def require_same_corpus(self, corpus: Corpus) -> None:
+        """Refuse a corpus other than the one the run began with."""
         path = self.folder / "environment.json"
         recorded = json.loads(path.read_text(encoding="utf-8")).get("corpus_sha256") if path.is_file() else None
         if recorded is not None and recorded != corpus.sha256:
@@ -108,30 +113,24 @@ class Run:
                 f"{self.config.data.corpus} is not the corpus of this run (sha256 {corpus.sha256[:12]}, the run read "
                 f"{recorded[:12]}): rebuild that corpus or train anew"
             )
-        return corpus
 
     def checkpoint(self) -> Checkpoint:
-        """The newest checkpoint.
+        """The newest checkpoint, its model file checked.
 
         Raises:
             RunError: if nothing has been saved yet.
         """
-        checkpoint = newest_checkpoint(self.checkpoints)
+        checkpoint = newest_checkpoint(self.checkpoints, files=(MODEL_FILE,))
         if checkpoint is None:
             raise RunError(f"{self.folder}: no checkpoint yet; train further with --run.resume auto")
         return checkpoint
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps of the newest checkpoint."""
-        return self.checkpoint().step
-
-    def model(self, device: str = "auto") -> Transformer:
-        """The model of the newest checkpoint."""
+    def model(self, device: str = "auto", checkpoint: Checkpoint | None = None) -> Transformer:
+        """The model of a checkpoint; of the newest one where none is given."""
         config, where = self.config, choose_device(device)
         dtype = compute_dtype(config.training.precision, where)
         model = build_model(config.model, config.moe, config.run.seed, where, dtype)
-        load_model(self.checkpoint(), model)
+        load_model(checkpoint or self.checkpoint(), model)
         return model.eval()
 
     def metrics(self) -> list[dict[str, Any]]:

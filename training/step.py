@@ -65,7 +65,7 @@ def train_step(
         observe: called with every layer's routing, once a micro-batch.
 
     Raises:
-        NonFiniteGradient: before anything was changed.
+        NonFiniteGradient: weights, moments and routers are as before the step.
     """
     device = next(model.parameters()).device
     rows = config.training.micro_batch_sequences
@@ -81,7 +81,7 @@ def train_step(
             sequence_length,
             mode="train",
             threshold_phase=step >= config.threshold_step,
-            step_tokens=step_tokens,
+            step_tokens=step_rows * sequence_length,
             step_groups=step_rows // config.moe.group_sequences,
             observe=observe,
             auxiliary=auxiliary,
@@ -96,6 +96,7 @@ def train_step(
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
+        model.forget_step()
         raise NonFiniteGradient(f"step {step}: the gradient norm is {norm}")
     clip = config.training.clip_norm
     if clip and norm > clip:  # most steps need no clipping, and scaling by 1 would still touch every gradient

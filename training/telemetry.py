@@ -25,12 +25,14 @@ class LoadCounter:
         counts: int64 (E,) per layer, by layer number.
         unserved: tokens that no expert took, per layer.
         tokens: valid tokens seen by each layer.
+        dropped: assignments refused for lack of capacity, per layer.
     """
 
     def __init__(self) -> None:
         self.counts: dict[int, Tensor] = {}
         self.unserved: dict[int, Tensor] = {}
         self.tokens: dict[int, int] = {}
+        self.dropped: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def observe(self, layer: int, routing: Routing) -> None:
@@ -40,6 +42,7 @@ class LoadCounter:
         if routing.valid_T is not None:
             unserved_T &= routing.valid_T
         self.counts[layer] = self.counts.get(layer, 0) + assigned_TE.sum(0)
+        self.dropped[layer] = self.dropped.get(layer, 0) + routing.dropped()
         self.unserved[layer] = self.unserved.get(layer, 0) + unserved_T.sum()
         tokens = routing.num_tokens if routing.valid_T is None else int(routing.valid_T.sum())
         self.tokens[layer] = self.tokens.get(layer, 0) + tokens
@@ -55,10 +58,12 @@ class LoadCounter:
         loads = torch.stack([self.counts[layer] for layer in layers]).double().cpu()
         tokens = torch.tensor([self.tokens[layer] for layer in layers], dtype=torch.float64)
         unserved = torch.stack([self.unserved[layer] for layer in layers]).double().cpu()
+        dropped = torch.stack([self.dropped[layer] for layer in layers]).double().cpu()
         violation = loads.max(1).values / loads.mean(1).clamp_min(1e-9) - 1
         return {
             "max_violation": violation.mean().item(),
             "zero_expert_fraction": (unserved / tokens).mean().item(),
+            "dropped_fraction": (dropped / (dropped + loads.sum(1)).clamp_min(1)).mean().item(),
             "experts_per_token": (loads.sum(1) / tokens).mean().item(),
             "counts": loads.long().tolist(),
         }
@@ -98,8 +103,11 @@ class RunLog:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush and close all files."""
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Flush and close all files, also after an error."""
         self._metrics.close()
         self._routing.close()
         if self._tensorboard is not None:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def loop_attention(module: Attention, config: ModelConfig, x_SD: Tensor, document: list[int]) -> Tensor:
     """One sequence, one query, one head, one key at a time, in float64; positions restart in each document."""
     heads, kv_heads, size = config.heads, config.resolved_kv_heads, config.resolved_head_dim
-    weight = module.query_key_value.weight.double()
+    weight = torch.cat([module.query.weight, module.key.weight, module.value.weight]).double()
     weights = (
         weight[: heads * size],
         weight[heads * size : (heads + kv_heads) * size],

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 MODELS: dict[str, dict[str, Any]] = {
     "token choice, shared expert": {"router": "token_choice", "shared_width": 8},
     "expert choice": {"router": "expert_choice", "group": "flat", "group_sequences": 2},
-    "threshold": {"router": "threshold", "group": "position", "group_sequences": 3},
+    "threshold": {"router": "threshold", "group_sequences": 3},
     "dense": {"router": "dense"},
 }
 

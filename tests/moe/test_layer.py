@@ -154,8 +154,8 @@ def test_the_shared_expert_is_added_for_every_token_and_not_scaled() -> None:
     with torch.no_grad():
         layer.experts.w2_EDF.zero_()
     x_BSD = torch.randn(2, 5, D)
-    gate_up, down = layer.shared.gate_up.weight.double(), layer.shared.down.weight.double()
-    expected = [oracle.swiglu(x, gate_up[:24], gate_up[24:], down) for x in x_BSD.double().flatten(0, 1)]
+    gate, up, down = (part.weight.double() for part in (layer.shared.gate, layer.shared.up, layer.shared.down))
+    expected = [oracle.swiglu(x, gate, up, down) for x in x_BSD.double().flatten(0, 1)]
     y_BSD = layer(x_BSD, RoutingContext(2, 5))
     assert relative_error(y_BSD.flatten(0, 1), torch.stack(expected)) < 1e-5
 

@@ -44,7 +44,8 @@ def test_no_two_matrices_are_alike() -> None:
         if value.dim() > 1:
             matrices = value.flatten(0, -3) if value.dim() > 2 else value[None]
             beginnings += [tuple(matrix.flatten()[:4].div(matrix.flatten()[0]).tolist()) for matrix in matrices]
-    assert len(beginnings) == 2 + 3 * (2 + 1 + 6 * 3 + 2)
+    # embedding and head; in each layer attention, router, experts (gate, up, down), shared expert
+    assert len(beginnings) == 2 + 3 * (4 + 1 + 6 * 3 + 3)
     assert len(set(beginnings)) == len(beginnings)
 
 
@@ -158,18 +159,18 @@ def test_the_dense_twin_is_as_wide_as_what_one_token_passes(router: str, shared_
     assert not twin.moe_layers() and len(mixture.moe_layers()) == 3
     total, active = parameter_counts(twin)
     assert total == active == parameter_counts(mixture)[1] - 3 * 6 * 24
-    assert twin.blocks[0].feed_forward.down.weight.shape == (24, 3 * 16 + shared_width)
+    assert twin.blocks["0"].feed_forward.down.weight.shape == (24, 3 * 16 + shared_width)
 
 
 def test_where_the_experts_are() -> None:
     """The first layers dense, then every n-th with experts; the others have the given width; the twin keeps it."""
     shape: dict[str, Any] = {"layers": 7, "dense_layers": 2, "moe_every": 3, "feed_forward_width": 40}
     model, twin = (make_model(model=model_config(**shape), router=r) for r in ("token_choice", "dense"))
-    kinds = [isinstance(block.feed_forward, MoELayer) for block in model.blocks]
+    kinds = [isinstance(block.feed_forward, MoELayer) for block in model.blocks.values()]
     assert kinds == [False, False, True, False, False, True, False]
     assert [layer.index for layer in model.moe_layers()] == [2, 5]
-    assert model.blocks[3].feed_forward.down.weight.shape[1] == 40
-    widths = [block.feed_forward.down.weight.shape[1] for block in twin.blocks]
+    assert model.blocks["3"].feed_forward.down.weight.shape[1] == 40
+    widths = [block.feed_forward.down.weight.shape[1] for block in twin.blocks.values()]
     assert widths == [40, 40, 32, 40, 40, 32, 40]
 
 

@@ -33,7 +33,7 @@ def trained(seed: int = 0):
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape)
     optimizer.step()
-    model.blocks[0].feed_forward.router.cutoff_E += torch.tensor([0.1, 0.2, 0.3])
+    model.blocks["0"].feed_forward.router.cutoff_E += torch.tensor([0.1, 0.2, 0.3])
     return model, optimizer
 
 

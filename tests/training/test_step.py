@@ -76,7 +76,7 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_changes():
     config = make_config("expert_choice")
     model = build_model(config.model, config.moe)
     with torch.no_grad():
-        model.blocks[1].attention.output.weight[0, 0] = float("inf")
+        model.blocks["1"].attention.output.weight[0, 0] = float("inf")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(NonFiniteGradient, match="step 3"):
         train_step(model, build_optimizer(model, config.training), make_batch(), config, 3, end_of_text=0)

@@ -50,7 +50,7 @@ def test_twenty_steps_equal_ten_and_ten_in_every_weight_and_loss_bit_for_bit(run
 def test_a_run_folder_holds_all_that_analysis_needs(run_train, tmp_path):
     assert run_train() == 0
     run = Run.open(tmp_path / "runs" / "tiny")
-    assert run.step == 20
+    assert run.checkpoint().step == 20
     metrics = run.metrics()
     assert [line["step"] for line in metrics] == [*range(1, 21), 20]
     # Expert choice over flat groups is not causal: until thresholds take over at step 16 no line claims a "loss".
@@ -148,7 +148,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(config_file, corpus, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    step = Run.open(tmp_path / "runs/tiny").step
+    step = Run.open(tmp_path / "runs/tiny").checkpoint().step
     assert step == len(lines(metrics)) > 0
     assert f"at step {step}" in " ".join(output.split())
     assert "--run.resume auto" in " ".join(output.split())
