@@ -204,3 +204,28 @@ def test_a_chunk_without_a_whole_capacity_names_its_length() -> None:
     """`chunk` groups are not helped by more sequences."""
     with pytest.raises(ConfigError, match="change moe.chunk_length = 7"):
         expert_choice_capacity(MoEConfig(num_experts=3, experts_per_token=1), RoutingGroup("chunk", 2, 14, 7))
+
+
+def test_every_router_has_its_facts_and_its_name() -> None:
+    """A router without facts would count as leaking; one without a name could not be chosen."""
+    from typing import get_args, get_type_hints
+
+    from moe.config import ROUTER_FACTS
+    from moe.routers import ROUTERS
+
+    names = set(get_args(get_type_hints(MoEConfig)["router"]))
+    assert set(ROUTER_FACTS) == names == set(ROUTERS) | {"dense"}
+
+
+@pytest.mark.parametrize(
+    ("moe", "causal"),
+    [
+        ({"router": "expert_choice", "group": "flat"}, False),
+        ({"router": "expert_choice", "group": "chunk", "chunk_length": 4}, False),
+        ({"router": "expert_choice", "group": "position"}, True),
+        ({"router": "threshold"}, True),
+        ({"router": "token_choice", "capacity_factor": 1.0}, True),
+    ],
+)
+def test_which_training_routers_can_see_the_future(moe: dict[str, Any], causal: bool) -> None:
+    assert MoEConfig(**moe).causal_in_training is causal

@@ -206,3 +206,27 @@ def test_a_model_learns_one_batch(tie: bool) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
     assert all(layer.router.updates == 20 for layer in model.moe_layers())
+
+
+def test_state_that_nobody_initialises_is_an_error_and_not_memory_garbage() -> None:
+    """A new router with a buffer or a bias must say what they start from."""
+    from moe.initialization import initialize
+
+    model = make_model(router="token_choice")
+    router = model.moe_layers()[0].router
+    router.register_buffer("bias_E", torch.empty(6))
+    with pytest.raises(AssertionError, match="does not define reset_buffers for .'bias_E'"):
+        initialize(model, 0)
+    router.bias_E = None
+    router.offset = torch.nn.Parameter(torch.empty(6))
+    with pytest.raises(AssertionError, match="no initial value is defined for .*offset"):
+        initialize(model, 0)
+
+
+def test_wrapped_blocks_are_still_found() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = make_model(router="expert_choice")
+    for name, block in model.blocks.items():
+        model.blocks[name] = checkpoint_wrapper(block)
+    assert len(model.moe_layers()) == 3

@@ -170,3 +170,38 @@ def test_calibrated_cutoffs_reproduce_expert_choices_load() -> None:
     router.after_step()
     counts = router(x_TD, RoutingContext(4, 9)).counts_E()
     assert ((counts == 11) | (counts == 12)).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences", "chunk"), [("position", 8, 0), ("position", 16, 0), ("chunk", 8, 8), ("flat", 8, 0)]
+)
+def test_cutoffs_let_through_the_right_number_however_small_the_choosing_group_is(
+    kind: str, sequences: int, chunk: int
+) -> None:
+    """The C-th largest of few scores is a biased cutoff: over 8 tokens with C = 1 it would let through half of c."""
+    length, num_experts, k = 64, 16, 2
+    router = make_router(
+        **{"num_experts": num_experts, "experts_per_token": k, "group": kind, "group_sequences": sequences},
+        **{"chunk_length": chunk, "allow_leak": True},
+    )
+    generator = torch.Generator().manual_seed(1)
+
+    def scores() -> torch.Tensor:
+        return torch.randn(sequences * length, num_experts, generator=generator).softmax(-1)
+
+    for _ in range(60):
+        select(router, scores(), RoutingContext(sequences, length, mode="train"))
+        router.after_step()
+    fresh = [select(router, scores(), RoutingContext(sequences, length)).counts_E().sum().item() for _ in range(30)]
+    assert sum(fresh) / 30 / (sequences * length) == pytest.approx(k, rel=0.03)
+
+
+def test_a_step_that_is_not_taken_leaves_no_trace() -> None:
+    router = make_router(num_experts=4, experts_per_token=2, group_sequences=2, allow_leak=True)
+    scores_TE = torch.rand(2 * 6, 4)
+    select(router, scores_TE, RoutingContext(2, 6, mode="train"))
+    router.forget_step()
+    before = router.cutoff_E.clone()
+    router.after_step()
+    assert router.cutoff_E.equal(before)
+    assert router.updates == 0

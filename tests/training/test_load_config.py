@@ -62,6 +62,7 @@ def test_the_resolved_configuration_written_as_toml_is_read_back_equal(tmp_path)
             "moe.group_sequences = 4 does not divide training.micro_batch_sequences = 2",
         ),
         ("[training]\nsequence_length = 64\n", "lets earlier tokens see their future"),
+        ("[model]\nfeed_forward_width = 100\n", "model.feed_forward_width = 100 has no effect: no layer is dense"),
         ("[run]\nname = '../x'\n", "run.name = '../x': must be a folder name"),
     ],
 )

@@ -188,3 +188,11 @@ def test_a_profile_and_tensorboard_points_are_written(config_file, corpus, tmp_p
     scalars = {"noncausal_loss", "gradient_norm", "max_violation", "val/bits_per_byte"}
     assert scalars <= set(points.Tags()["scalars"])
     assert [event.step for event in points.Scalars("val/loss")] == [7]
+
+
+def test_a_run_is_not_resumed_on_a_corpus_that_was_rebuilt(run_train, corpus, capsys, tmp_path):
+    assert run_train("--run.stop-after", "2") == 0
+    path = tmp_path / "runs/tiny/environment.json"
+    path.write_text(path.read_text().replace(corpus.sha256, "0" * 64))
+    assert run_train("--run.resume", "auto") == 1
+    assert "is not the corpus of this run" in capsys.readouterr().err
