@@ -91,11 +91,11 @@ def train(config: Config, console: Console) -> int:
         done = take_steps(experiment, log, asked_to_stop, console)
         if done == steps:
             with console.status("scoring held-out text"):
-                values = validate(experiment, config.eval.final_tokens)
+                values = validate(experiment, config.eval.final_tokens, "final")
             log.scalars(steps, values)
-            log.metrics({"step": steps, "final": True, **values})
+            log.metrics({"step": steps, **values})
     if done == steps:
-        bits, nats = values["val/bits_per_byte"], values["val/loss"]
+        bits, nats = values["final/bits_per_byte"], values["final/loss"]
         console.print(f"held-out, causal routing: {bits:.4f} bits per byte ({nats:.4f} nats per token)")
         console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
         return 0
@@ -146,8 +146,8 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
             done = step + 1
             if loads:
                 record_loads(log, loads, values, done, step >= config.threshold_step)
-            if config.eval.every and done % config.eval.every == 0 and done < config.training.steps:
-                values |= validate(e, config.eval.tokens)
+            if config.eval.every and (done % config.eval.every == 0 or done == config.training.steps):
+                values |= validate(e, config.eval.tokens, "val")
             if loads or "val/bits_per_byte" in values:
                 log.scalars(done, values)
             log.metrics(values)
@@ -215,11 +215,15 @@ def record_loads(log: RunLog, loads: LoadCounter, values: dict[str, Any], done: 
         values |= summary
 
 
-def validate(e: Experiment, tokens: int) -> dict[str, float]:
-    """Held-out loss under causal routing, over all domains together and for each."""
+def validate(e: Experiment, tokens: int, name: str) -> dict[str, float]:
+    """Held-out loss under causal routing, over all domains together and for each, as "name/...".
+
+    "val" is the curve during training, always on the same windows; "final" reads more of them, so the two are not
+    points of one curve.
+    """
     score = evaluate(e.model, e.corpus, e.run.config, tokens)
-    values = {"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}
-    return values | {f"val/{name}/bits_per_byte": part.bits_per_byte for name, part in score.domains.items()}
+    values = {f"{name}/loss": score.nats_per_token, f"{name}/bits_per_byte": score.bits_per_byte}
+    return values | {f"{name}/{domain}/bits_per_byte": part.bits_per_byte for domain, part in score.domains.items()}
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ from data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "heldout")
+# A model may have so few unused ids (its vocabulary rounded up to a multiple of this), and no more.
+VOCABULARY_PADDING = 128
 
 _DOMAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -123,18 +125,19 @@ class Corpus:
         return self.file(split, domain).header.text_bytes
 
     def require_model_vocabulary(self, model_vocabulary_size: int) -> None:
-        """Refuse a model whose embedding is too small for this corpus.
+        """Refuse a model that is not for this vocabulary: too small, or larger by more than padding.
 
         Raises:
             DataError: names the largest id, both sizes and the remedy.
         """
-        if model_vocabulary_size >= self.vocabulary_size:
+        if 0 <= model_vocabulary_size - self.vocabulary_size < VOCABULARY_PADDING:
             return
         largest = max(file.header.maximum_id for file in self._files.values())
         raise DataError(
             f"the model's vocabulary size is {model_vocabulary_size}, but the corpus {self.folder} "
             f"has {self.vocabulary_size} (largest id that occurs: {largest}); set the model's "
-            f"vocabulary size to {self.vocabulary_size} or more, or choose another corpus"
+            f"vocabulary size to {self.vocabulary_size} (or up to {VOCABULARY_PADDING - 1} more, as "
+            f"padding), or choose another corpus"
         )
 
     def require_tokenizer(self, sha256: str) -> None:

@@ -39,6 +39,7 @@ def loss_figure(metrics: Sequence[dict[str, Any]], threshold_step: int | None = 
     causal, noncausal, held_out = (
         _series(metrics, key) for key in ("bits_per_byte", "noncausal_bits_per_byte", "val/bits_per_byte")
     )
+    final = _series(metrics, "final/bits_per_byte")
     if not (causal[0].size or noncausal[0].size or held_out[0].size):
         raise ValueError("metrics.jsonl has no step yet: train first")
     apart = noncausal[0].size > 0
@@ -48,6 +49,8 @@ def loss_figure(metrics: Sequence[dict[str, Any]], threshold_step: int | None = 
         _noisy_line(panels[0], *causal, BLUE, "training, causal routing")
     if held_out[0].size:
         panels[0].plot(*held_out, color=ORANGE, marker="o", markersize=4, label="held-out, causal routing")
+    if final[0].size:  # other windows than the curve's: not its last point
+        panels[0].plot(*final, color=ORANGE, marker="*", markersize=11, linestyle="", label="at the end, on more text")
     panels[0].set_title(title or "Loss")
     if apart:
         _noisy_line(panels[1], *noncausal, GREY, "training, expert choice", "--")
@@ -93,7 +96,10 @@ def load_figure(
         if threshold_step:
             panel.axvline(threshold_step, color="black", linestyle=":")
     _relative_bar(figure, image, panels, "load / equal share")
-    figure.suptitle("Load of each expert in training" + (" (dotted: switch to thresholds)" if threshold_step else ""))
+    figure.suptitle(
+        "Load of each expert in training"
+        + (" (equal by construction up to the switch to thresholds)" if threshold_step else "")
+    )
     return figure
 
 
@@ -119,7 +125,7 @@ def domain_figure(share_LME: np.ndarray, domains: Sequence[str], layer_names: Se
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.invert_yaxis()
         panel.set_xlabel("expert")
-    _relative_bar(figure, image, panels, "share of tokens / (k/E)")
+    _relative_bar(figure, image, panels, "times an equal share")
     figure.suptitle("Experts by domain, held-out text, causal routing")
     return figure
 

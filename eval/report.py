@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="held-out tokens of each domain (default: the run's final_tokens)")
     parser.add_argument("--no-figures", action="store_true", help="write no figures (matplotlib is not needed then)")
     options = parser.parse_args(arguments)
-    console = Console()
+    # A pipe has no width; 80 columns would cut the tables.
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     run = Run.open(options.run)
     with console.status("opening") as status:
         report = compute(run, options.tokens, status.update)

@@ -37,7 +37,7 @@ class ModelConfig:
     """The transformer around the experts."""
 
     vocabulary_size: int = 2048
-    """Number of token ids, at least the corpus' vocabulary."""
+    """Number of token ids: the corpus' vocabulary, or that rounded up to a multiple of up to 128."""
     width: int = 256
     """Model width D: the size of the residual stream."""
     layers: int = 4

@@ -45,11 +45,12 @@ def test_opening_again_gives_the_same_corpus(tiny_corpus, copied):
     again.verify()
 
 
-def test_F07_a_model_with_too_small_a_vocabulary_is_refused(tiny_corpus):
-    tiny_corpus.require_model_vocabulary(300)
-    tiny_corpus.require_model_vocabulary(512)
-    with pytest.raises(DataError, match=r"size is 100, .* has 300 \(largest id.*: 299\).*set the"):
-        tiny_corpus.require_model_vocabulary(100)
+def test_F07_a_model_of_another_vocabulary_is_refused_but_padding_is_not(tiny_corpus):
+    for size in (300, 384, 427):
+        tiny_corpus.require_model_vocabulary(size)
+    for size in (100, 299, 428, 2048):
+        with pytest.raises(DataError, match=rf"size is {size}, .* has 300 \(largest id.*: 299\).*set the"):
+            tiny_corpus.require_model_vocabulary(size)
 
 
 def test_F07_another_tokenizer_of_the_same_size_is_refused(tiny_corpus, copied, tmp_path, make_text):
