@@ -61,7 +61,7 @@ def test_every_command_runs(tmp_path):
         (tmp_path / entry).symlink_to(ROOT / entry)
     (tmp_path / "notes").mkdir()
     for number in range(6):
-        words = " ".join(f"word{number}x{i * i % 97}" for i in range(400))
+        words = " ".join(f"word{number}x{i * i % 97}" for i in range(2500))
         (tmp_path / "notes" / f"{number}.txt").write_text(words)
     binaries = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "2"}
@@ -83,6 +83,11 @@ def test_every_command_runs(tmp_path):
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         ran += 1
     assert ran >= 6
+    for script in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, f"{script}\n{done.stderr}"
+        assert "'To'" in done.stdout
 
 
 def test_every_link_to_a_file_leads_somewhere():
