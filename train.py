@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 
-from data.batches import Batch, Batches
+from data.batches import Batch, Batches, heldout_windows
 from data.corpus import Corpus
 from data.errors import DataError
 from eval.likelihood import evaluate
@@ -44,7 +45,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 def main(arguments: list[str]) -> int:
     """Command line; the exit status."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
         config = load_config(arguments)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -56,9 +57,12 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (RunError, CheckpointError, DataError, NonFiniteGradient) as error:
+    except (RunError, CheckpointError, DataError, NonFiniteGradient, OSError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:  # before the first step, after the last one, or the second time
+        print("interrupted; what was saved can be continued with --run.resume auto", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 @dataclass
@@ -83,7 +87,7 @@ def train(config: Config, console: Console) -> int:
     keep_freed_memory()
     experiment = prepare(config)
     run, steps = experiment.run, config.training.steps
-    if experiment.first_step == steps:
+    if experiment.first_step == steps and any("final/loss" in line for line in run.metrics()):
         console.print(f"{run.folder} has all its {steps} steps; scoreboard: python -m eval.report {run.folder}")
         return 0
     describe(experiment, console)
@@ -114,6 +118,7 @@ def prepare(config: Config) -> Experiment:
     batches = Batches(
         corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
     )
+    heldout_windows(corpus, training.sequence_length)  # refuses a corpus without held-out text, before training
     run, checkpoint = Run.create(config)
     dtype = compute_dtype(training.precision, device)
     model = build_model(config.model, config.moe, config.run.seed, device, dtype)
@@ -175,9 +180,11 @@ def describe(e: Experiment, console: Console) -> None:
         balance = f"balance loss {moe.balance_coefficient}, z-loss {moe.z_coefficient}"
         console.print(f"router: {moe.router}, {moe.num_experts} experts, {moe.experts_per_token} a token; {balance}")
     if config.training_router_leaks and config.threshold_step:
+        switches = config.threshold_step < config.training.steps
+        switch = f"threshold routing starts at step {config.threshold_step}; " if switches else ""
         console.print(
-            f'expert choice over "{moe.group}" groups is not causal: its losses are logged as noncausal_*; threshold '
-            f"routing starts at step {config.threshold_step}; validation is causal throughout"
+            f'expert choice over "{moe.group}" groups is not causal: its losses are logged as noncausal_*; {switch}'
+            "validation is causal throughout"
         )
     if e.first_step:
         console.print(f"continuing from step {e.first_step}")

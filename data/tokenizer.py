@@ -24,6 +24,7 @@ from data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 MINIMUM_VOCABULARY = 257  # 256 bytes and the marker
+MAXIMUM_VOCABULARY = 1 << 20  # beyond any tokenizer in use; the trainer sets memory aside for all of it
 
 # Words with their leading space or sign, digits by threes, punctuation, line ends, spaces.
 SPLIT_PATTERN = (
@@ -74,10 +75,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, path: Path) -> "
 
 def require_vocabulary_size(vocabulary_size: int) -> None:
     """Raise a `DataError` unless a byte-level vocabulary can have this size."""
-    if not MINIMUM_VOCABULARY <= vocabulary_size <= 2**31:
+    if not MINIMUM_VOCABULARY <= vocabulary_size <= MAXIMUM_VOCABULARY:
         raise DataError(
             f"the vocabulary size is {vocabulary_size}; allowed are {MINIMUM_VOCABULARY} "
-            f"(256 bytes and {END_OF_TEXT}) or more"
+            f"(256 bytes and {END_OF_TEXT}) to {MAXIMUM_VOCABULARY:,}"
         )
 
 

@@ -28,6 +28,10 @@ MOST_ROWS = 16
 LOGITS = 1 << 26  # logits of one forward pass at most, where one row does not need more: 256 MiB in fp32
 
 
+class NothingToScore(ValueError):
+    """No held-out token is left to score."""
+
+
 class MixedWindows(NamedTuple):
     """Rows of any domains.
 
@@ -220,7 +224,7 @@ def score(
                 found = Likelihood(float(nats_BS[row].sum()), tokens, int(byte_BS[row].sum()))
                 scores.domains[domain] = scores.domains.get(domain, Likelihood()) + found
     if not scores.domains:
-        raise ValueError("there is no held-out token to score: hold more text out, or skip fewer rows")
+        raise NothingToScore("there is no held-out token to score: hold more text out, or skip fewer rows")
     return scores
 
 

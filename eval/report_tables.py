@@ -76,7 +76,7 @@ def _scores(report: dict[str, Any]) -> Table:
         f"{report['steps_planned']:,}",
         ("domain", "model", "bigram", "unigram", "model nats/token", "tokens", "bytes"),
         rows,
-        f"At most {report['heldout_tokens_per_domain_limit']:,} held-out tokens of a domain. Unigram and bigram "
+        f"About {report['heldout_tokens_per_domain_limit']:,} held-out tokens of a domain, or all. Unigram and bigram "
         f"(Kneser-Ney) are fitted on the windows of the {report['tokens_consumed']:,} tokens that the run consumed. "
         f"Lower is better. In nats a token, over all: {in_nats}.",
     )

@@ -6,6 +6,7 @@ windows that the run consumed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from data.batches import Batches, heldout_windows
 from data.corpus import Corpus
 from eval import ngram
 from eval import routing_metrics as metrics
-from eval.likelihood import Scores, evaluate, score
+from eval.likelihood import NothingToScore, Scores, evaluate, score
 from eval.routing_recorder import RoutingRecorder
 from training.config import Config
 from training.run import Run
@@ -50,7 +51,8 @@ def compute(run: Run, tokens: int | None = None, progress: Callable[[str], None]
     noncausal = None
     if config.training_router_leaks:
         progress("model, training router (not causal)")
-        noncausal = _noncausal(evaluate(model, corpus, config, tokens, mode="train_router"))
+        with contextlib.suppress(NothingToScore):  # too little text to fill a routing group: this table is left out
+            noncausal = _noncausal(evaluate(model, corpus, config, tokens, mode="train_router"))
     progress("unigram and bigram of the training tokens")
     unigram, bigram, consumed = _baselines(config, corpus, checkpoint_step, tokens)
     report = {

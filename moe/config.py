@@ -255,8 +255,9 @@ def require_choices(section: str, config: Any) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, for error messages."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """All divisors, rising, for error messages."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def is_moe_layer(model: ModelConfig, index: int) -> bool:

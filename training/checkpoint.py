@@ -115,6 +115,8 @@ def open_checkpoint(folder: Path, files: Sequence[str] = FILES) -> Checkpoint:
     except (ValueError, KeyError, TypeError) as error:
         message = f"{folder}: damaged checkpoint: checkpoint.json cannot be read ({error}); {hint}"
         raise CheckpointError(message) from None
+    if folder.name != f"step_{step}":
+        raise CheckpointError(f"{folder}: damaged checkpoint: checkpoint.json says step {step}; {hint}")
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder}: checkpoint format {version}; this version reads {FORMAT_VERSION}")
     for name in files:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from moe.config import ModelConfig, MoEConfig, check_routing, divisors, is_moe_layer, require, require_positive
@@ -109,6 +110,11 @@ class TrainingConfig:
             0 <= self.warmup_steps <= self.steps,
             f"training.warmup_steps = {self.warmup_steps}: must be from 0 to training.steps = {self.steps}",
         )
+        require(
+            self.schedule == "wsd" or self.decay_fraction == TrainingConfig.decay_fraction,
+            f"training.decay_fraction = {self.decay_fraction} has no effect with training.schedule = "
+            f'"{self.schedule}": remove it or use "wsd"',
+        )
         for key in ("final_learning_rate", "decay_fraction"):
             value = getattr(self, key)
             require(0 <= value <= 1, f"training.{key} = {value}: must be from 0 to 1")
@@ -185,7 +191,17 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        for section in fields(self):
+            for key, value in vars(getattr(self, section.name)).items():
+                finite = not isinstance(value, float) or math.isfinite(value)
+                require(finite, f"{section.name}.{key} = {value}: must be a finite number")
         check_routing(self.moe, self.training.sequence_length, self.training.micro_batch_sequences)
+        experts = [i for i in range(self.model.layers) if is_moe_layer(self.model, i)]
+        require(
+            bool(experts) or not self.moe.is_moe,
+            f"model.dense_layers = {self.model.dense_layers} leaves no layer with experts for moe.router = "
+            f'{self.moe.router!r}: lower it below model.layers = {self.model.layers}, or set moe.router = "dense"',
+        )
         dense = [i for i in range(self.model.layers) if not is_moe_layer(self.model, i)]
         require(
             self.model.feed_forward_width is None or bool(dense),

@@ -58,7 +58,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; configurations are in configs/") from None
-    except (IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
@@ -142,7 +142,7 @@ def _check_type(key: str, value: Any, hint: Any, source: str) -> Any:
             if value in typing.get_args(option) and isinstance(value, str):
                 return value
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return float(value) if abs(value) < 1e300 else value  # a longer whole number has no float
         elif option is not type(None) and type(value) is option:
             return value
         elif option is type(None) and value is None:

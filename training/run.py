@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -24,6 +26,10 @@ from training.checkpoint import MODEL_FILE, Checkpoint, load_model, newest_check
 from training.config import Config
 from training.device import choose_device, compute_dtype
 from training.load_config import config_from_dict, config_to_toml, differences, read_toml
+
+fcntl: Any = None
+with contextlib.suppress(ImportError):  # not on Windows, where nothing keeps a second process off
+    fcntl = importlib.import_module("fcntl")
 
 
 class RunError(RuntimeError):
@@ -67,8 +73,10 @@ class Run:
         """
         folder = Path(config.run.folder) / config.run.name
         run = cls(folder, config)
-        if not folder.exists() or not any(folder.iterdir()):
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        run._lock()
+        # A hidden file is a lock, or what a kill left of an unfinished write: not a run.
+        if not any(path for path in folder.iterdir() if not path.name.startswith(".")):
             run._write_config()
             return run, None
         existing = cls.open(folder).config
@@ -80,13 +88,24 @@ class Run:
                 f"{folder} holds a run with another configuration ({'; '.join(changed)}): choose another --run.name, "
                 "or remove the folder"
             )
-        if config.run.resume != "auto":
+        if config.run.resume != "auto" and (run.metrics() or run.checkpoints.exists()):
             raise RunError(
                 f"{folder} exists: continue it with --run.resume auto, choose another --run.name, or remove the folder"
             )
         checkpoint = newest_checkpoint(run.checkpoints)
         run._write_config()
         return run, checkpoint
+
+    def _lock(self) -> None:
+        """Keep other processes off the folder while this one lives; the system releases it, whatever the end."""
+        if fcntl is None:
+            return
+        self._lock_file = (self.folder / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"{self.folder}: another process is training this run; wait for it, or choose another --run.name"
+            raise RunError(message) from None
 
     @property
     def checkpoints(self) -> Path:
@@ -165,8 +184,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Complete lines of a JSON-lines file; a last line that a crash cut off is left out. Empty where no file is."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise RunError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+    return records
 
 
 def _commit() -> str | None:

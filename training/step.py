@@ -97,7 +97,10 @@ def train_step(
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         model.forget_step()
-        raise NonFiniteGradient(f"step {step}: the gradient norm is {norm}")
+        raise NonFiniteGradient(
+            f"step {step + 1}: the gradient norm is {norm}; lower training.learning_rate, lengthen "
+            "training.warmup_steps or set training.clip_norm"
+        )
     clip = config.training.clip_norm
     if clip and norm > clip:  # most steps need no clipping, and scaling by 1 would still touch every gradient
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, device=device))

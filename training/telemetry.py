@@ -134,7 +134,7 @@ def progress_line(console: Console) -> Progress:
     return Progress(
         _StepColumn(table_column=Column(no_wrap=True)),
         BarColumn(bar_width=10),
-        TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
         console=console,
         refresh_per_second=4,

@@ -1,4 +1,4 @@
-"""Threshold routing: a token meets every expert whose cutoff its score passes.
+"""Threshold routing: a token meets every expert whose cutoff its score reaches.
 
 The cutoff of an expert is a moving average of the score that would just have made it into the expert's top C, so the
 expected load is that of expert choice while each decision needs one token only: causal, and independent of the batch.
@@ -47,7 +47,8 @@ class ThresholdRouter(Router):
         """See `Router.decide`."""
         if context.mode == "train":
             self.record(scores_TE, context)
-        mask_TE = scores_TE > self.cutoff_E
+        # Not >: where scores tie at the cutoff (one expert, saturated scores) nobody would pass.
+        mask_TE = scores_TE >= self.cutoff_E
         if context.valid_T is not None:
             mask_TE &= context.valid_T[:, None]
         return Decision.from_mask(mask_TE)

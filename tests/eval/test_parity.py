@@ -51,7 +51,7 @@ def test_a_score_at_its_cutoff_explains_a_different_route() -> None:
 
     def nudged(scores_TE, logits_TE, context):  # type: ignore[no-untyped-def]
         calls.append(1)
-        return select(scores_TE + (1e-7 if len(calls) > 1 else 0), logits_TE, context)
+        return select(scores_TE + (-1e-7 if len(calls) > 1 else 0), logits_TE, context)
 
     router.select = nudged
     by_way = {result.way: result for result in check_parity(model, text)}

@@ -50,9 +50,9 @@ def choose_by_token(scores_TE: Tensor, k: int, valid: list[bool]) -> Pairs:
 
 
 def choose_by_cutoff(scores_TE: Tensor, cutoffs: list[float], valid: list[bool]) -> Pairs:
-    """Every valid pair above the expert's cutoff."""
+    """Every valid pair at or above the expert's cutoff."""
     rows = enumerate(scores_TE.tolist())
-    return [(t, e) for t, row in rows for e, score in enumerate(row) if valid[t] and score > cutoffs[e]]
+    return [(t, e) for t, row in rows for e, score in enumerate(row) if valid[t] and score >= cutoffs[e]]
 
 
 def swiglu(x_D: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:

@@ -122,17 +122,26 @@ def test_a_group_with_too_few_valid_tokens_does_not_count() -> None:
     assert router.updates == 1
 
 
-def test_a_token_meets_every_expert_whose_cutoff_it_passes() -> None:
-    """Strictly above; none, one or all experts; padding none."""
+def test_a_token_meets_every_expert_whose_cutoff_it_reaches() -> None:
+    """At the cutoff or above; none, one or all experts; padding none."""
     router = threshold(num_experts=3, route_scale=2.0)
     router.cutoff_E.copy_(torch.tensor([0.5, 0.25, 0.125]))
-    scores_TE = torch.tensor([[0.5, 0.25, 0.125], [0.75, 0.5, 0.25], [0.0, 0.5, 0.125], [0.75, 0.5, 0.25]])
+    scores_TE = torch.tensor([[0.5, 0.24, 0.124], [0.75, 0.5, 0.25], [0.0, 0.0, 0.0], [0.75, 0.5, 0.25]])
     valid_BS = torch.tensor([[True, True, True, False]])
     routing = select(router, scores_TE, RoutingContext(1, 4, valid_BS), logits_TE=scores_TE)
-    assert pairs(routing) == [(1, 0), (1, 1), (2, 1), (1, 2)]
-    assert routing.weight_A.tolist() == [1.5, 1.0, 1.0, 0.5]
-    assert routing.counts_E().tolist() == [1, 2, 1]
+    assert pairs(routing) == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert routing.weight_A.tolist() == [1.0, 1.5, 1.0, 0.5]
+    assert routing.counts_E().tolist() == [2, 1, 1]
     assert sorted(pairs(routing)) == oracle.choose_by_cutoff(scores_TE, [0.5, 0.25, 0.125], [True, True, True, False])
+
+
+def test_an_expert_whose_scores_all_tie_is_not_deserted() -> None:
+    """With one expert every softmax score is 1, and so is the cutoff."""
+    router = make_router(num_experts=1, experts_per_token=1, group_sequences=1, allow_leak=True)
+    scores_TE = torch.ones(6, 1)
+    select(router, scores_TE, RoutingContext(1, 6, mode="train"))
+    router.after_step()
+    assert select(router, scores_TE, RoutingContext(1, 6)).counts_E().tolist() == [6]
 
 
 def test_state_stays_fp32_when_the_model_is_cast() -> None:

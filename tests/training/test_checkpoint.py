@@ -86,6 +86,7 @@ def flip(path: Path) -> None:
     [
         ("checkpoint.json", Path.unlink, "checkpoint.json is missing"),
         ("checkpoint.json", cut, "checkpoint.json cannot be read"),
+        ("checkpoint.json", lambda p: p.write_text(p.read_text().replace('"step": 4', '"step": 6')), "says step 6"),
         ("model.safetensors", Path.unlink, "model.safetensors: damaged checkpoint: the file is missing"),
         ("model.safetensors", cut, "bytes, expected"),
         ("optimizer.safetensors", flip, "the checksum does not match"),

@@ -63,6 +63,10 @@ def test_the_resolved_configuration_written_as_toml_is_read_back_equal(tmp_path)
         ),
         ("[training]\nsequence_length = 64\n", "lets earlier tokens see their future"),
         ("[model]\nfeed_forward_width = 100\n", "model.feed_forward_width = 100 has no effect: no layer is dense"),
+        ("[model]\nlayers = 2\ndense_layers = 2\n", "model.dense_layers = 2 leaves no layer with experts"),
+        ("[training]\nlearning_rate = inf\n", "training.learning_rate = inf: must be a finite number"),
+        ("[model]\nnorm_epsilon = inf\n", "model.norm_epsilon = inf: must be a finite number"),
+        ("[training]\nschedule = 'cosine'\ndecay_fraction = 0.1\n", "training.decay_fraction = 0.1 has no effect"),
         ("[run]\nname = '../x'\n", "run.name = '../x': must be a folder name"),
     ],
 )

@@ -196,3 +196,57 @@ def test_a_run_is_not_resumed_on_a_corpus_that_was_rebuilt(run_train, corpus, ca
     path.write_text(path.read_text().replace(corpus.sha256, "0" * 64))
     assert run_train("--run.resume", "auto") == 1
     assert "is not the corpus of this run" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_train_the_same_run(run_train, corpus, config_file, capsys, tmp_path):
+    process = start_training(config_file, corpus, tmp_path, "--training.steps", "100000", "--eval.every", "0")
+    try:
+        metrics = tmp_path / "runs/tiny/metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.05)
+        assert run_train("--training.steps", "100000", "--run.resume", "auto") == 1
+        assert "another process is training this run" in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def test_a_run_that_was_stopped_before_its_first_step_can_simply_be_started_again(run_train, tmp_path):
+    assert run_train("--run.stop-after", "1") == 0
+    folder = tmp_path / "runs/tiny"
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "config.toml":
+            path.unlink()
+    for name in ("checkpoints/step_1", "checkpoints", "routing"):
+        (folder / name).rmdir()
+    (folder / ".config.toml.1.partial").write_text("")
+    assert run_train("--run.stop-after", "1") == 0
+
+
+def test_a_final_score_that_was_interrupted_is_made_up_for(run_train, tmp_path):
+    flags = ("--training.steps", "3", "--training.warmup-steps", "0")
+    assert run_train(*flags) == 0
+    path = tmp_path / "runs/tiny/metrics.jsonl"
+    whole = path.read_text()
+    path.write_text("".join(line + "\n" for line in whole.splitlines() if "final/loss" not in line))
+    assert run_train(*flags, "--run.resume", "auto") == 0
+    assert path.read_text() == whole
+
+
+def test_a_corpus_without_held_out_text_is_refused_before_training(run_train, capsys, tmp_path):
+    from data.prepare import prepare
+
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word{i * i % 89}" for i in range(3000)))
+    corpus = prepare(tmp_path / "whole", 300, {"text": [text]}, heldout_fraction=0.0)
+    size = ("--model.vocabulary-size", str(corpus.vocabulary_size))
+    assert run_train("--data.corpus", str(corpus.folder), *size) == 1
+    assert "holds nothing out" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_is_a_file_is_one_line(run_train, capsys, tmp_path):
+    (tmp_path / "runs").write_text("")
+    assert run_train() == 1
+    assert capsys.readouterr().err.startswith("error: ")
