@@ -92,6 +92,7 @@ class Batches:
             raise DataError(f"mixture_exponent is {mixture_exponent}; allowed are 0 to 10")
         self.sequence_length = sequence_length
         self.batch_sequences = batch_sequences
+        self._vocabulary_size = corpus.vocabulary_size
         self._tokens = [corpus.tokens("train", domain) for domain in corpus.domains]
         windows = [_windows(token_N, sequence_length) for token_N in self._tokens]
         _require_enough(corpus, windows, sequence_length, batch_sequences)
@@ -123,6 +124,11 @@ class Batches:
             first = window * self.sequence_length
             window_BS[row] = self._tokens[domain][first : first + self.sequence_length + 1]
             domain_B[row] = domain
+        if window_BS.max(initial=0) >= self._vocabulary_size:
+            raise DataError(
+                f"step {step} holds the token id {window_BS.max()}, outside the vocabulary of {self._vocabulary_size}: "
+                "a token file is damaged; build the corpus again"
+            )
         # Contiguous copies: a view of S of S+1 columns could not be reshaped to T.
         return Batch(
             torch.from_numpy(window_BS[:, :-1].copy()),

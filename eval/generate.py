@@ -20,6 +20,7 @@ from moe.routing import RoutingContext
 from training.run import Run
 
 # Prompt positions of one forward pass: bounds the memory of logits and masks.
+MOST_NEW_TOKENS = 1_000_000  # the cache is set aside at once
 PREFILL_CHUNK = 256
 
 
@@ -34,6 +35,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop_token: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    vocabulary_size: int | None = None,
 ) -> list[list[int]]:
     """Continue prompts.
 
@@ -51,6 +53,7 @@ def generate(
             continuations: for several samples of one prompt give several seeds.
         stop_token: a row ends before this token.
         prefill_chunk: prompt positions of one forward pass.
+        vocabulary_size: of the tokenizer, where the model's is padded: ids from there on are never drawn.
 
     Returns:
         The new tokens of each row, without prompt and stop token.
@@ -58,7 +61,8 @@ def generate(
     Raises:
         ValueError: an argument is out of range; says which, and what is allowed.
     """
-    _check(prompts, new_tokens, prefill_chunk, model.config.vocabulary_size)
+    vocabulary_size = model.config.vocabulary_size if vocabulary_size is None else vocabulary_size
+    _check(prompts, new_tokens, prefill_chunk, vocabulary_size)
     if not prompts or new_tokens == 0:
         return [[] for _ in prompts]
     seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
@@ -77,7 +81,7 @@ def generate(
     continuations: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     while True:
-        for row, token in enumerate(sampler.draw(logits_BV, running)):
+        for row, token in enumerate(sampler.draw(logits_BV[:, :vocabulary_size], running)):
             if token is None:
                 continue
             if token == stop_token:
@@ -112,8 +116,8 @@ def _forward(model: Transformer, token_BS: Tensor, valid_BS: Tensor, cache: KeyV
 
 
 def _check(prompts: Sequence[Sequence[int]], new_tokens: int, prefill_chunk: int, vocabulary_size: int) -> None:
-    if new_tokens < 0:
-        raise ValueError(f"new_tokens is {new_tokens}; allowed are 0 and above")
+    if not 0 <= new_tokens <= MOST_NEW_TOKENS:
+        raise ValueError(f"new_tokens is {new_tokens}; allowed are 0 to {MOST_NEW_TOKENS:,}")
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}; allowed are 1 and above")
     for row, prompt in enumerate(prompts):
@@ -158,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.top_p,
         options.seed,
         stop_token=end_of_text,
+        vocabulary_size=corpus.vocabulary_size,
     )
     # One decoding of both parts, so that a character cut between them comes out whole.
     print(corpus.tokenizer.decode([*prompt[1:], *continuation]))

@@ -313,7 +313,7 @@ def check_routing(moe: MoEConfig, sequence_length: int, micro_batch_sequences: i
             f"moe.chunk_length = {moe.chunk_length} does not divide training.sequence_length = {sequence_length}",
         )
     if "threshold_decay" in ROUTER_FACTS[moe.router].reads:  # experts with a capacity, or with cutoffs made from one
-        expert_choice_capacity(moe, group)
+        expert_choice_capacity(moe, group, micro_batch_sequences)
     require(
         moe.causal_in_training or moe.allow_leak or group.tokens >= LEAK_SAFE_GROUP_TOKENS,
         f'moe.group = "{moe.group}" with {group.tokens} tokens in a group lets earlier tokens see their future: use at '
@@ -322,11 +322,16 @@ def check_routing(moe: MoEConfig, sequence_length: int, micro_batch_sequences: i
     )
 
 
-def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup) -> int:
+def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup, micro_batch_sequences: int | None = None) -> int:
     """Tokens C = N * c / E that every expert takes from one group (Zhou et al. 2022, section 3.2).
 
+    Args:
+        moe: c and E.
+        group: N.
+        micro_batch_sequences: only its divisors are offered as a remedy; None offers any number.
+
     Raises:
-        ConfigError: if C is not a whole number of at least 1.
+        ConfigError: if C is not a whole number of at least 1; names the nearest group_sequences that works.
     """
     slots = group.tokens * moe.experts_per_token
     if slots % moe.num_experts == 0 and slots > 0:
@@ -336,7 +341,16 @@ def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup) -> int:
         raise ConfigError(f"capacity {what} is not a whole number >= 1: change moe.chunk_length = {group.chunk_length}")
     per_sequence = slots // group.sequences
     unit = moe.num_experts // math.gcd(per_sequence, moe.num_experts)  # the multiples of this work
-    nearest = max(unit, (group.sequences + unit // 2) // unit * unit)
+    if micro_batch_sequences is not None and micro_batch_sequences % unit:
+        raise ConfigError(
+            f"capacity {what} is not a whole number >= 1, and no moe.group_sequences that divides "
+            f"training.micro_batch_sequences = {micro_batch_sequences} mends it: change moe.num_experts or make "
+            f"training.micro_batch_sequences a multiple of {unit}"
+        )
+    possible = [n for n in divisors(micro_batch_sequences or unit) if n % unit == 0]
+    if micro_batch_sequences is None:
+        possible = [max(unit, (group.sequences + unit // 2) // unit * unit)]
+    nearest = min(possible, key=lambda n: abs(n - group.sequences))
     raise ConfigError(
         f"capacity {what} is not a whole number >= 1: the nearest moe.group_sequences that works is {nearest} "
         f"(given {group.sequences})"

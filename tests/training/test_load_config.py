@@ -67,6 +67,11 @@ def test_the_resolved_configuration_written_as_toml_is_read_back_equal(tmp_path)
         ("[training]\nlearning_rate = inf\n", "training.learning_rate = inf: must be a finite number"),
         ("[model]\nnorm_epsilon = inf\n", "model.norm_epsilon = inf: must be a finite number"),
         ("[training]\nschedule = 'cosine'\ndecay_fraction = 0.1\n", "training.decay_fraction = 0.1 has no effect"),
+        ("[moe]\nnum_experts = 7\n", "make training.micro_batch_sequences a multiple of 7"),
+        (
+            "[moe]\nnum_experts = 6\nexperts_per_token = 3\ngroup_sequences = 1\n[training]\nsequence_length = 1025\n",
+            "the nearest moe.group_sequences that works is 2 (given 1)",
+        ),
         ("[run]\nname = '../x'\n", "run.name = '../x': must be a folder name"),
     ],
 )
