@@ -3,21 +3,30 @@
 A whole text at once, token by token with the cache, in chunks, each row alone, padded on the left: under causal
 routing all are the same function, so logits differ by rounding only, and a route differs only where a score lies
 within rounding of its cutoff.
+
+    python -m eval.parity RUN [--rows 4]
+
+checks a run on its held-out text, in fp32 whatever it was trained in, and fails where parity does not hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from data.batches import heldout_windows
+from eval.command import run_command
 from eval.routing_recorder import NEAR
 from moe.attention import KeyValueCache
 from moe.model import Transformer
 from moe.routing import Routing, RoutingContext
+from training.run import Run
 
+LOGIT_TOLERANCE = 1e-4
 LEFT_PADDING = 3
 CHUNK = 4
 
@@ -149,3 +158,35 @@ def _compare(way: str, other: _Pass, whole: _Pass, tolerance: float) -> Parity:
         int(first_LBSE.sum()),
         int((first_LBSE & (whole.distance_LBSE <= tolerance)).sum()),
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.parity", description="Check that a run says the same however fed."
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--rows", type=int, default=4, help="held-out sequences of training length (default 4)")
+    options = parser.parse_args(arguments)
+    run = Run.open(options.run)
+    model = run.model()
+    model.compute_dtype = torch.float32
+    length = run.config.training.sequence_length
+    windows = next(heldout_windows(run.corpus(), length, options.rows, options.rows * length))
+    results = check_parity(model, windows.token_BS[windows.valid_BS.all(1)])
+    for result in results:
+        print(
+            f"{result.way}: logits differ by {result.max_logit_difference:.1e} at most; {result.routes_different} of "
+            f"{result.routes:,} routes differ, {result.first_different} of them first, "
+            f"{result.first_near_cutoff} of those within {NEAR} of the cutoff"
+        )
+    if not all(result.explained for result in results):
+        raise ValueError("a route differs although its score is not at the cutoff")
+    if all(result.routes_different == 0 for result in results):
+        worst = max(result.max_logit_difference for result in results)
+        if worst > LOGIT_TOLERANCE:
+            raise ValueError(f"equal routes, but logits differ by {worst:.1e}; {LOGIT_TOLERANCE} is allowed")
+
+
+if __name__ == "__main__":
+    run_command(main)
