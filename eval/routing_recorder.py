@@ -27,7 +27,6 @@ class LayerRecord:
         tokens_R: int64, valid tokens of each row.
         zero_R: int64, of these, tokens without any expert.
         near: (token, expert) decisions within the tolerance of going the other way.
-        dropped: assignments that the router asked for and that did not fit.
     """
 
     fan_out: np.ndarray
@@ -35,7 +34,6 @@ class LayerRecord:
     tokens_R: list[np.ndarray] = field(default_factory=list)
     zero_R: list[np.ndarray] = field(default_factory=list)
     near: int = 0
-    dropped: int = 0
 
 
 class RoutingRecorder:
@@ -96,7 +94,6 @@ class RoutingRecorder:
         record.fan_out = record.fan_out + _numpy(torch.bincount(fan_out_T[valid_T], minlength=experts + 1))
         distance_TE = self._model_layers[layer].router.decision_distance(routing.scores())
         record.near += int(((distance_TE <= self._tolerance) & valid_T[:, None]).sum())
-        record.dropped += int(routing.dropped())
 
     def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """(counts_RE, domain_R) of the rows that hold a valid token."""

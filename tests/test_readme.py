@@ -30,6 +30,7 @@ SHORTENED = {
     ],
     "eval.report": ["--tokens", "512"],
     "eval.generate": ["--new-tokens", "4"],
+    "eval.parity": ["--rows", "1"],
     "benchmarks.train_step --peer": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
     "benchmarks.train_step": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.parity import check_parity
+from eval.parity import Parity, check_parity, main
 from moe.routing import RoutingContext
 from tests.eval.small_models import ROUTERS, random_text, small_model
 
@@ -60,3 +60,17 @@ def test_a_score_at_its_cutoff_explains_a_different_route() -> None:
     assert result.first_different == result.first_near_cutoff == 1
     assert result.routes_different >= 1
     assert result.explained
+
+
+def test_the_command_reports_every_way_and_passes_on_a_sound_run(small_run, capsys) -> None:  # type: ignore[no-untyped-def]
+    main([str(small_run.folder), "--rows", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["token by token", "in chunks", "row by row", "padded on the left"]
+    assert all("0 of them first" in line for line in lines)
+
+
+def test_the_command_fails_where_a_route_differs_without_a_reason(small_run, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    broken = [Parity("in chunks", 0.5, 100, 3, 1, 0)]
+    monkeypatch.setattr("eval.parity.check_parity", lambda model, token_BS: broken)
+    with pytest.raises(ValueError, match="a route differs although its score is not at the cutoff"):
+        main([str(small_run.folder)])
