@@ -183,7 +183,7 @@ def describe(e: Experiment, console: Console) -> None:
         switches = config.threshold_step < config.training.steps
         switch = f"threshold routing starts at step {config.threshold_step}; " if switches else ""
         console.print(
-            f'expert choice over "{moe.group}" groups is not causal: its losses are logged as noncausal_*; {switch}'
+            f"router {moe.router} is not causal in training: its losses are logged as noncausal_*; {switch}"
             "validation is causal throughout"
         )
     if e.first_step:

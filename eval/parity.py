@@ -121,21 +121,20 @@ def _cached(
         cache = KeyValueCache(model.config, batch, length, model.compute_dtype, token_BS.device)
     layers = {layer.index: layer for layer in model.moe_layers()}
     logits, routes, distances = [], [], []
+    seen: list[tuple[int, Routing]] = []  # of one part, by layer
     for start in range(0, length, chunk):
         part_BS = token_BS[:, start : start + chunk]
         part_valid = None if valid_BS is None else valid_BS[:, start : start + chunk]
-        part_routes, part_distances = [], []
-
-        def observe(layer: int, routing: Routing) -> None:
-            shape = (batch, -1, routing.num_experts)
-            part_routes.append(routing.assigned_TE().view(shape))  # noqa: B023
-            part_distances.append(layers[layer].router.decision_distance(routing.scores()).view(shape))  # noqa: B023
-
-        context = RoutingContext(batch, part_BS.shape[1], valid_BS=part_valid, mode="causal", observe=observe)
+        seen.clear()
+        context = RoutingContext(
+            batch, part_BS.shape[1], part_valid, "causal", observe=lambda *routed: seen.append(routed)
+        )
         logits.append(model(part_BS, context, cache=cache).float())
         if layers:
-            routes.append(torch.stack(part_routes))
-            distances.append(torch.stack(part_distances))
+            shape = (batch, part_BS.shape[1], -1)
+            routes.append(torch.stack([routing.assigned_TE().view(shape) for _, routing in seen]))
+            distance = [layers[index].router.decision_distance(routing.scores()).view(shape) for index, routing in seen]
+            distances.append(torch.stack(distance))
     if not layers:  # a dense model routes nothing
         nothing = torch.zeros(0, batch, length, 1, device=token_BS.device)
         return _Pass(torch.cat(logits, dim=1), nothing.bool(), nothing)

@@ -341,16 +341,17 @@ def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup, micro_batch_sequ
         raise ConfigError(f"capacity {what} is not a whole number >= 1: change moe.chunk_length = {group.chunk_length}")
     per_sequence = slots // group.sequences
     unit = moe.num_experts // math.gcd(per_sequence, moe.num_experts)  # the multiples of this work
-    if micro_batch_sequences is not None and micro_batch_sequences % unit:
+    if micro_batch_sequences is None:
+        nearest = max(unit, (group.sequences + unit // 2) // unit * unit)
+    elif micro_batch_sequences % unit == 0:
+        possible = [n for n in divisors(micro_batch_sequences) if n % unit == 0]
+        nearest = min(possible, key=lambda n: abs(n - group.sequences))
+    else:
         raise ConfigError(
             f"capacity {what} is not a whole number >= 1, and no moe.group_sequences that divides "
             f"training.micro_batch_sequences = {micro_batch_sequences} mends it: change moe.num_experts or make "
             f"training.micro_batch_sequences a multiple of {unit}"
         )
-    possible = [n for n in divisors(micro_batch_sequences or unit) if n % unit == 0]
-    if micro_batch_sequences is None:
-        possible = [max(unit, (group.sequences + unit // 2) // unit * unit)]
-    nearest = min(possible, key=lambda n: abs(n - group.sequences))
     raise ConfigError(
         f"capacity {what} is not a whole number >= 1: the nearest moe.group_sequences that works is {nearest} "
         f"(given {group.sequences})"

@@ -10,10 +10,9 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe.config import ModelConfig, MoEConfig
-from moe.layer import Experts
 from moe.model import Transformer
 from moe.modules import RMSNorm
 from moe.routers.base import Router
@@ -48,7 +47,6 @@ def initialize(model: Transformer, seed: int) -> None:
     residual = 1 / math.sqrt(2 * model.config.layers)
     norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     for name, parameter in model.named_parameters():
-        leaf = name.rsplit(".", 2)
         if id(parameter) in norms:
             parameter.fill_(1.0)
             continue
@@ -57,9 +55,9 @@ def initialize(model: Transformer, seed: int) -> None:
         std = 1 / math.sqrt(parameter.shape[-1])
         if name == "embedding.weight" and model.head is not None:
             std = 1.0
-        elif leaf[-2:] in (["output", "weight"], ["down", "weight"]) or leaf[-1] == "w2_EDF":
+        elif name.endswith((".output.weight", ".down.weight", ".w2_EDF")):
             std *= residual
-        _fill_normal(parameter, std, seed, name, by_expert=leaf[-1] in ("w13_E2FD", "w2_EDF"))
+        _fill_normal(parameter, std, seed, name, by_expert=name.endswith((".w13_E2FD", ".w2_EDF")))
     for module in model.modules():
         if isinstance(module, Router):
             module.reset_buffers()
@@ -80,18 +78,9 @@ def _key(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
+def parameter_counts(model: Transformer) -> tuple[int, int]:
     """(all parameters, parameters that one token uses). The embedding table counts as used."""
     total = sum(p.numel() for p in model.parameters())
-    idle = 0
-    for module in model.modules():
-        if isinstance(module, Experts):
-            num_experts = module.w13_E2FD.shape[0]
-            held = module.w13_E2FD.numel() + module.w2_EDF.numel()
-            idle += held - held // num_experts * _experts_per_token(model)
-    return total, total - idle
-
-
-def _experts_per_token(model: nn.Module) -> int:
-    assert isinstance(model, Transformer)
-    return model.moe_config.experts_per_token
+    moe = model.moe_config
+    held = [sum(p.numel() for p in layer.experts.parameters()) for layer in model.moe_layers()]
+    return total, total - sum(n - n // moe.num_experts * moe.experts_per_token for n in held)

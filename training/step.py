@@ -92,8 +92,7 @@ def train_step(
         (loss / step_tokens).backward()
         nats += loss.detach()
 
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         model.forget_step()
@@ -103,7 +102,7 @@ def train_step(
         )
     clip = config.training.clip_norm
     if clip and norm > clip:  # most steps need no clipping, and scaling by 1 would still touch every gradient
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, device=device))
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, torch.tensor(norm, device=device))
     rate = learning_rate(config.training, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
