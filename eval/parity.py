@@ -133,7 +133,7 @@ def _cached(
         if layers:
             shape = (batch, part_BS.shape[1], -1)
             routes.append(torch.stack([routing.assigned_TE().view(shape) for _, routing in seen]))
-            distance = [layers[index].router.decision_distance(routing.scores()).view(shape) for index, routing in seen]
+            distance = [layers[index].router.decision_distance(routing).view(shape) for index, routing in seen]
             distances.append(torch.stack(distance))
     if not layers:  # a dense model routes nothing
         nothing = torch.zeros(0, batch, length, 1, device=token_BS.device)

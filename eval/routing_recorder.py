@@ -92,7 +92,7 @@ class RoutingRecorder:
         record.tokens_R.append(_numpy(valid_T.view(self._rows, -1).sum(1)))
         record.zero_R.append(_numpy(((fan_out_T == 0) & valid_T).view(self._rows, -1).sum(1)))
         record.fan_out = record.fan_out + _numpy(torch.bincount(fan_out_T[valid_T], minlength=experts + 1))
-        distance_TE = self._model_layers[layer].router.decision_distance(routing.scores())
+        distance_TE = self._model_layers[layer].router.decision_distance(routing)
         record.near += int(((distance_TE <= self._tolerance) & valid_T[:, None]).sum())
 
     def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:

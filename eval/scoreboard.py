@@ -151,9 +151,9 @@ def _routing(config: Config, recorder: RoutingRecorder, records: list[dict[str, 
     moe = config.moe
     return {
         "experts": moe.num_experts,
-        "experts_per_token_configured": moe.experts_per_token,
+        "experts_per_token_configured": moe.assignments_per_token,
         "zero_expert_fraction_if_independent": float(
-            metrics.binomial_fan_out(moe.num_experts, moe.experts_per_token)[0]
+            metrics.binomial_fan_out(moe.num_experts, moe.assignments_per_token)[0]
         ),
         "domains": recorder.domains,
         "training_phase": None if training is None else training["phase"],

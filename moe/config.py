@@ -6,14 +6,27 @@ work raises `ConfigError`, whose message starts with the key to change.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-# Groups of fewer tokens than this let a flat or chunk expert-choice router exploit what it sees of the future
-# (0.77, 0.055 and 0.004 bits a character were measured at 16, 64 and 2,048 tokens).
-LEAK_SAFE_GROUP_TOKENS = 1024
+from moe.routers.registry import ROUTERS, Verdict
+
+# Ranges of `[moe]`'s numbers.
+NOT_NEGATIVE = (
+    "shared_width",
+    "expert_cap",
+    "bias_rate",
+    "predictor_coefficient",
+    "balance_coefficient",
+    "importance_coefficient",
+    "load_coefficient",
+    "mutual_information_coefficient",
+    "z_coefficient",
+    "orthogonality_coefficient",
+)
+RANGES = {"threshold_decay": (0, 1), "jitter": (0, 1)}
 
 
 class ConfigError(ValueError):
@@ -112,13 +125,13 @@ class ModelConfig:
 class MoEConfig:
     """Routing and experts."""
 
-    router: Literal["expert_choice", "threshold", "token_choice", "dense"] = "expert_choice"
-    """How tokens meet experts. `dense` builds the dense twin: no router, a feed-forward as wide as the experts of
-    one token together."""
+    router: str = "expert_choice"
+    """How tokens meet experts: a name that `python -m moe.routers` lists. `dense` builds the dense twin: no router, a
+    feed-forward as wide as the experts of one token together."""
     num_experts: int = 16
     """Experts E in each mixture layer."""
     experts_per_token: int = 2
-    """Experts a token gets: exactly (token_choice), or on average (expert_choice and threshold)."""
+    """Experts a token gets: exactly (token choice and its kin), or on average (expert_choice, threshold, remoe)."""
     expert_width: int = 256
     """Hidden width F of one expert."""
     shared_width: int = 0
@@ -127,6 +140,10 @@ class MoEConfig:
     """Router logits to scores; the combine weight is the score (times route_scale)."""
     route_scale: float = 1.0
     """Factor on every combine weight."""
+    jitter: float = 0.0
+    """In training the router's input, and nothing else, is multiplied by noise uniform in 1 - jitter to 1 + jitter."""
+    forced_balance: bool = False
+    """Ignore the scores and deal the experts round-robin: for benchmarks of speed, never for learning."""
 
     group: Literal["position", "flat", "chunk"] = "flat"
     """What expert choice compares: one position across the group's sequences, all tokens of the group, or
@@ -136,21 +153,57 @@ class MoEConfig:
     chunk_length: int = 0
     """Tokens in a stretch, for group = "chunk"."""
     allow_leak: bool = False
-    """Accept a training router that shows earlier tokens their future (flat or chunk groups below 1,024 tokens)."""
+    """Accept a training router that shows earlier tokens their future; `python -m eval.causality` measures how much.
+    Expert choice over flat or chunk groups of 1,024 tokens or more does not ask for it."""
     threshold_after: float = 0.8
     """expert_choice: after this fraction of the run's steps, training routes by threshold; 1 never switches."""
     threshold_decay: float = 0.95
     """Decay of the moving average of each expert's cutoff, per optimizer step."""
+    inference: Literal["threshold", "predictor", "token_choice"] = "threshold"
+    """expert_choice: how the model is evaluated and served. `predictor` asks a linear guess of the expert's choice."""
+    predictor_coefficient: float = 0.0
+    """Weight of the loss that trains the predictor (on detached inputs); 0 builds none."""
+    expert_cap: int = 0
+    """expert_choice: most experts a token may get (EC-CAP); 0 for no limit."""
+    depth_capacity: float = 0.125
+    """mixture_of_depths: share of the tokens that pass the feed-forward."""
+    slots_per_expert: int = 1
+    """soft: mixtures of tokens that one expert works on, in each routing group."""
 
     renormalize: bool = False
-    """token_choice: divide the weights of a token's experts by their sum."""
+    """Divide the weights of a token's experts by their sum."""
     capacity_factor: float | None = None
-    """token_choice: an expert takes at most ceil(factor * N * k / E) tokens of a group, the first come first;
-    None never drops (dropless)."""
+    """An expert takes at most ceil(factor * N * k / E) tokens of a group; None never drops (dropless)."""
+    drop_order: Literal["position", "choice", "score", "priority"] = "position"
+    """Who is dropped beyond the capacity: the last in token order; second choices before first ones (GShard); an
+    expert's lowest scores; or choices of the tokens with the lowest best score (V-MoE). Only `position` is causal."""
+    bias_rate: float = 1e-3
+    """loss_free: change of an expert's bias in one step."""
+    bias_update: Literal["sign", "proportional"] = "sign"
+    """loss_free: by the sign of the load's error, or in proportion to it."""
+    expert_groups: int = 1
+    """loss_free: equal groups of experts, of which a token's experts come from the best `expert_groups_kept`."""
+    expert_groups_kept: int = 1
+    """loss_free: see `expert_groups`."""
+    l1_initial: float = 1e-8
+    """remoe: first weight of the L1 on the scores."""
+    l1_multiplier: float = 1.2
+    """remoe: factor by which the weight of the L1 rises or falls in one step."""
+
     balance_coefficient: float = 0.0
     """Weight of the Switch/GShard balance loss (1 at uniform routing), summed over layers."""
+    balance_scope: Literal["sequence", "group", "global"] = "group"
+    """Whose load the balance loss looks at: each sequence's, each routing group's, or the last global batch's."""
+    importance_coefficient: float = 0.0
+    """Weight of the squared variation of the experts' summed scores over a routing group."""
+    load_coefficient: float = 0.0
+    """noisy_top_k: weight of the squared variation of the experts' expected load over a routing group."""
+    mutual_information_coefficient: float = 0.0
+    """Weight of minus the mutual information of token and expert (0 at uniform scores, -ln E at best)."""
     z_coefficient: float = 0.0
     """Weight of the router z-loss, mean over tokens, summed over layers."""
+    orthogonality_coefficient: float = 0.0
+    """Weight of the distance of the router's rows from orthonormal ones."""
     backend: Literal["auto", "reference", "torch"] = "auto"
     """Implementation of the experts: `reference` is a plain loop for tests."""
 
@@ -162,12 +215,22 @@ class MoEConfig:
     @property
     def causal_in_training(self) -> bool:
         """Whether no token's routing in training can depend on later tokens of its sequence."""
-        return ROUTER_FACTS[self.router].causal(self)
+        return self.training_verdict != "leaks"
+
+    @property
+    def training_verdict(self) -> Verdict:
+        """What routing in training depends on, as declared; `python -m eval.causality` measures it."""
+        return "causal" if self.forced_balance else ROUTERS[self.router].training(self)
+
+    @property
+    def assignments_per_token(self) -> float:
+        """Experts that a token passes on average."""
+        return self.depth_capacity if self.router == "mixture_of_depths" else self.experts_per_token
 
     @property
     def active_width(self) -> int:
         """Hidden units that one token passes in a mixture layer: the width of the dense twin's feed-forward."""
-        return self.experts_per_token * self.expert_width + self.shared_width
+        return round(self.assignments_per_token * self.expert_width) + self.shared_width
 
     def __post_init__(self) -> None:
         require_choices("moe", self)
@@ -177,34 +240,38 @@ class MoEConfig:
             experts_per_token=self.experts_per_token,
             expert_width=self.expert_width,
             group_sequences=self.group_sequences,
+            slots_per_expert=self.slots_per_expert,
+        )
+        near = difflib.get_close_matches(self.router, ROUTERS, 1)
+        require(
+            self.router in ROUTERS,
+            f"moe.router = {self.router!r}: must be one of {', '.join(map(repr, ROUTERS))}"
+            + (f"; did you mean {near[0]!r}?" if near else "; python -m moe.routers describes them"),
         )
         require(
             self.experts_per_token <= self.num_experts,
             f"moe.experts_per_token = {self.experts_per_token}: must be at most moe.num_experts = {self.num_experts}",
         )
-        require(self.shared_width >= 0, f"moe.shared_width = {self.shared_width}: must be 0 or more")
-        require(
-            0 <= self.threshold_decay < 1,
-            f"moe.threshold_decay = {self.threshold_decay}: must be at least 0 and below 1",
-        )
+        for key in NOT_NEGATIVE:
+            require(getattr(self, key) >= 0, f"moe.{key} = {getattr(self, key)}: must be 0 or more")
+        for key, (low, high) in RANGES.items():
+            value = getattr(self, key)
+            require(low <= value < high, f"moe.{key} = {value}: must be at least {low} and below {high}")
         require(
             0 <= self.threshold_after <= 1,
             f"moe.threshold_after = {self.threshold_after}: must be from 0 to 1",
         )
+        require(
+            0 < self.depth_capacity <= 1, f"moe.depth_capacity = {self.depth_capacity}: must be above 0 and at most 1"
+        )
         require(self.route_scale > 0, f"moe.route_scale = {self.route_scale}: must be greater than 0")
-        require(self.balance_coefficient >= 0, f"moe.balance_coefficient = {self.balance_coefficient}: must be >= 0")
-        require(self.z_coefficient >= 0, f"moe.z_coefficient = {self.z_coefficient}: must be >= 0")
+        require(self.l1_initial > 0, f"moe.l1_initial = {self.l1_initial}: must be greater than 0")
+        require(self.l1_multiplier > 1, f"moe.l1_multiplier = {self.l1_multiplier}: must be greater than 1")
         if self.capacity_factor is not None:
             require(self.capacity_factor > 0, f"moe.capacity_factor = {self.capacity_factor}: must be above 0")
-        defaults = {f.name: f.default for f in fields(self)}
-        for key in sorted(set().union(*(facts.reads for facts in ROUTER_FACTS.values()))):
-            value = getattr(self, key)
-            readers = [name for name, facts in ROUTER_FACTS.items() if key in facts.reads]
-            require(
-                self.router in readers or value == defaults[key],
-                f"moe.{key} = {value} has no effect with moe.router = {self.router!r}: remove it or use "
-                f"{' or '.join(readers)}",
-            )
+        require_read(self)
+        problem = ROUTERS[self.router].problem(self)
+        require(not problem, f"moe.{problem}")
         require(
             not (self.renormalize and self.experts_per_token == 1),
             "moe.renormalize = true with moe.experts_per_token = 1 makes every weight 1, so the router would get no "
@@ -217,33 +284,17 @@ class MoEConfig:
         )
 
 
-@dataclass(frozen=True)
-class RouterFacts:
-    """What the configuration must know of a router without importing it.
-
-    Attributes:
-        reads: keys of `[moe]` that this router reads and not all do. Setting another router's key is an error: a key
-            that does nothing would be mistaken for one that was tried.
-        causal: whether no token's routing in training can depend on later tokens of its sequence. A router that does
-            not say so counts as leaking: its losses are logged as noncausal.
-    """
-
-    reads: frozenset[str]
-    causal: Callable[[MoEConfig], bool] = lambda moe: False
-
-
-_ALL_ROUTERS = frozenset({"score", "route_scale", "z_coefficient"})
-ROUTER_FACTS: dict[str, RouterFacts] = {
-    "expert_choice": RouterFacts(
-        _ALL_ROUTERS | {"group", "chunk_length", "threshold_after", "threshold_decay"},
-        causal=lambda moe: moe.group == "position",
-    ),
-    "threshold": RouterFacts(_ALL_ROUTERS | {"threshold_decay", "balance_coefficient"}, causal=lambda moe: True),
-    "token_choice": RouterFacts(
-        _ALL_ROUTERS | {"renormalize", "capacity_factor", "balance_coefficient"}, causal=lambda moe: True
-    ),
-    "dense": RouterFacts(frozenset(), causal=lambda moe: True),
-}
+def require_read(moe: MoEConfig) -> None:
+    """Every key that differs from its default must be one that the router reads."""
+    defaults = {f.name: f.default for f in fields(moe)}
+    for key in sorted(set().union(*(facts.reads for facts in ROUTERS.values()))):
+        value = getattr(moe, key)
+        readers = [name for name, facts in ROUTERS.items() if key in facts.reads]
+        require(
+            moe.router in readers or value == defaults[key],
+            f"moe.{key} = {value} has no effect with moe.router = {moe.router!r}: remove it or use "
+            f"{' or '.join(readers)}",
+        )
 
 
 def require_choices(section: str, config: Any) -> None:
@@ -264,95 +315,3 @@ def is_moe_layer(model: ModelConfig, index: int) -> bool:
     """Whether block `index` has experts: not the first `dense_layers`, then every `moe_every`-th."""
     after = index - model.dense_layers
     return after >= 0 and after % model.moe_every == 0
-
-
-@dataclass(frozen=True)
-class RoutingGroup:
-    """The set of tokens over which a routing decision is made, in tokens.
-
-    Attributes:
-        kind: "position", "flat" or "chunk".
-        sequences: sequences B_g in a routing group.
-        sequence_length: S.
-        chunk_length: length of a stretch for `chunk`, else 0.
-    """
-
-    kind: Literal["position", "flat", "chunk"]
-    sequences: int
-    sequence_length: int
-    chunk_length: int = field(default=0)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens N that compete for one expert."""
-        return {
-            "position": self.sequences,
-            "flat": self.sequences * self.sequence_length,
-            "chunk": self.chunk_length,
-        }[self.kind]
-
-
-def check_routing(moe: MoEConfig, sequence_length: int, micro_batch_sequences: int) -> None:
-    """Check what needs the sequence length: capacities are whole, groups fit, leaks are allowed.
-
-    Raises:
-        ConfigError: naming the nearest value that works.
-    """
-    if not moe.is_moe:
-        return
-    require(
-        micro_batch_sequences % moe.group_sequences == 0,
-        f"moe.group_sequences = {moe.group_sequences} does not divide training.micro_batch_sequences = "
-        f"{micro_batch_sequences}: a routing group lives inside one micro-batch; choose among "
-        f"{divisors(micro_batch_sequences)}",
-    )
-    group = RoutingGroup(moe.group, moe.group_sequences, sequence_length, moe.chunk_length)
-    if moe.group == "chunk":
-        require(
-            sequence_length % moe.chunk_length == 0,
-            f"moe.chunk_length = {moe.chunk_length} does not divide training.sequence_length = {sequence_length}",
-        )
-    if "threshold_decay" in ROUTER_FACTS[moe.router].reads:  # experts with a capacity, or with cutoffs made from one
-        expert_choice_capacity(moe, group, micro_batch_sequences)
-    require(
-        moe.causal_in_training or moe.allow_leak or group.tokens >= LEAK_SAFE_GROUP_TOKENS,
-        f'moe.group = "{moe.group}" with {group.tokens} tokens in a group lets earlier tokens see their future: use at '
-        f'least {LEAK_SAFE_GROUP_TOKENS} tokens (raise moe.group_sequences), moe.group = "position", or accept it with '
-        "moe.allow_leak = true",
-    )
-
-
-def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup, micro_batch_sequences: int | None = None) -> int:
-    """Tokens C = N * c / E that every expert takes from one group (Zhou et al. 2022, section 3.2).
-
-    Args:
-        moe: c and E.
-        group: N.
-        micro_batch_sequences: only its divisors are offered as a remedy; None offers any number.
-
-    Raises:
-        ConfigError: if C is not a whole number of at least 1; names the nearest group_sequences that works.
-    """
-    slots = group.tokens * moe.experts_per_token
-    if slots % moe.num_experts == 0 and slots > 0:
-        return slots // moe.num_experts
-    what = f"moe.experts_per_token * {group.tokens} tokens / moe.num_experts = {slots} / {moe.num_experts}"
-    if group.kind == "chunk":
-        raise ConfigError(f"capacity {what} is not a whole number >= 1: change moe.chunk_length = {group.chunk_length}")
-    per_sequence = slots // group.sequences
-    unit = moe.num_experts // math.gcd(per_sequence, moe.num_experts)  # the multiples of this work
-    if micro_batch_sequences is None:
-        nearest = max(unit, (group.sequences + unit // 2) // unit * unit)
-    elif micro_batch_sequences % unit == 0:
-        possible = [n for n in divisors(micro_batch_sequences) if n % unit == 0]
-        nearest = min(possible, key=lambda n: abs(n - group.sequences))
-    else:
-        raise ConfigError(
-            f"capacity {what} is not a whole number >= 1, and no moe.group_sequences that divides "
-            f"training.micro_batch_sequences = {micro_batch_sequences} mends it: change moe.num_experts or make "
-            f"training.micro_batch_sequences a multiple of {unit}"
-        )
-    raise ConfigError(
-        f"capacity {what} is not a whole number >= 1: the nearest moe.group_sequences that works is {nearest} "
-        f"(given {group.sequences})"
-    )

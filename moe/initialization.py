@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from moe.config import ModelConfig, MoEConfig
+from moe.layer import Experts
 from moe.model import Transformer
 from moe.modules import RMSNorm
 from moe.routers.base import Router
+from moe.soft import SoftMoELayer
 
 # Rows drawn from one generator. A shard boundary inside a block would draw the block and keep a part.
 ROW_BLOCK = 128
@@ -46,9 +48,14 @@ def initialize(model: Transformer, seed: int) -> None:
     """
     residual = 1 / math.sqrt(2 * model.config.layers)
     norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    routers = [module for module in model.modules() if isinstance(module, Router | SoftMoELayer)]
+    vectors = {id(p) for router in routers for p in router.parameters() if p.dim() < 2}
     for name, parameter in model.named_parameters():
         if id(parameter) in norms:
             parameter.fill_(1.0)
+            continue
+        if id(parameter) in vectors:
+            parameter.fill_(torch.nan)  # until the router says
             continue
         if parameter.dim() < 2:
             raise AssertionError(f"no initial value is defined for {name}: say here what it starts from")
@@ -58,9 +65,16 @@ def initialize(model: Transformer, seed: int) -> None:
         elif name.endswith((".output.weight", ".down.weight", ".w2_EDF")):
             std *= residual
         _fill_normal(parameter, std, seed, name, by_expert=name.endswith((".w13_E2FD", ".w2_EDF")))
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.reset_buffers()
+    for router in routers:
+        for buffer in router.buffers():  # memory garbage could pass for a value
+            buffer.fill_(torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+        router.reset_parameters()
+        if isinstance(router, Router):
+            router.reset_buffers()
+        for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
+            unset = tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min
+            if unset.any():
+                raise AssertionError(f"{type(router).__name__} does not say in reset_... what {name} starts from")
 
 
 def _fill_normal(parameter: Tensor, std: float, seed: int, name: str, by_expert: bool) -> None:
@@ -79,8 +93,11 @@ def _key(*parts: object) -> int:
 
 
 def parameter_counts(model: Transformer) -> tuple[int, int]:
-    """(all parameters, parameters that one token uses). The embedding table counts as used."""
+    """(all parameters, parameters that one token uses on average). The embedding table counts as used.
+
+    A soft mixture counts as using the share of its experts that routing at `experts_per_token` would.
+    """
     total = sum(p.numel() for p in model.parameters())
     moe = model.moe_config
-    held = [sum(p.numel() for p in layer.experts.parameters()) for layer in model.moe_layers()]
-    return total, total - sum(n - n // moe.num_experts * moe.experts_per_token for n in held)
+    held = [sum(p.numel() for p in module.parameters()) for module in model.modules() if isinstance(module, Experts)]
+    return total, total - sum(n - round(n / moe.num_experts * moe.assignments_per_token) for n in held)

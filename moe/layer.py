@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe.config import MoEConfig, RoutingGroup
+from moe.auxiliary import auxiliary_losses
+from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.kernels import grouped_mlp
-from moe.losses import attach_loss, router_z, switch_balance
+from moe.losses import attach_loss
 from moe.modules import FeedForward
 from moe.routers import build_router
-from moe.routing import Routing, RoutingContext, to_groups
+from moe.routing import Routing, RoutingContext, recomputing
 
 
 class Experts(nn.Module):
@@ -45,7 +46,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config = config
         self.index = index
-        self.router = build_router(config, width)
+        self.router = build_router(config, width, index)
         self.experts = Experts(config, width)
         self.shared = FeedForward(width, config.shared_width) if config.shared_width else None
         self.dispatcher: Dispatcher = LocalDispatcher()
@@ -53,43 +54,17 @@ class MoELayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: RoutingContext) -> Tensor:
         """(B, S, D) -> (B, S, D), without the residual connection."""
         x_TD = x_BSD.flatten(0, 1)
+        replayed = recomputing() and self.index in context.decisions
         routing = self.router(x_TD, context)
-        if context.observe is not None:
+        if context.observe is not None and not replayed:
             context.observe(self.index, routing)
         rows, local_routing, state = self.dispatcher.dispatch(x_TD, routing)
         y_TD = self.dispatcher.combine(self.experts(rows, local_routing), routing, state)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         if context.mode == "train":
-            y_TD = self._attach_losses(y_TD, routing, context)
+            for name, (coefficient, value) in auxiliary_losses(self.router, routing, context).items():
+                y_TD = attach_loss(y_TD, coefficient * value)
+                if not replayed:  # summed over layers and micro-batches for the log
+                    context.auxiliary[name] = context.auxiliary.get(name, 0) + value.detach()
         return y_TD.view_as(x_BSD)
-
-    def _attach_losses(self, y_TD: Tensor, routing: Routing, context: RoutingContext) -> Tensor:
-        """Add the gradients of this layer's losses, normalised over the whole optimizer step, and report values."""
-        config = self.config
-        assert routing.scores_TE is not None and routing.logits_TE is not None
-        if config.balance_coefficient:
-            group = RoutingGroup("flat", config.group_sequences, context.sequence_length)
-            chosen_TE = routing.assigned_TE() if routing.chosen_TE is None else routing.chosen_TE
-            valid_T1 = None if routing.valid_T is None else routing.valid_T[:, None]
-            balance_G = switch_balance(
-                to_groups(routing.scores_TE, group),
-                to_groups(chosen_TE, group),
-                config.experts_per_token,
-                None if valid_T1 is None else to_groups(valid_T1, group).squeeze(-1),
-            )
-            balance = balance_G.sum() / (context.step_groups or balance_G.numel())
-            y_TD = attach_loss(y_TD, config.balance_coefficient * balance)
-            _add(context, "balance", balance)
-        if config.z_coefficient:
-            z_T = router_z(routing.logits_TE, routing.valid_T)
-            valid_tokens = z_T.numel() if routing.valid_T is None else routing.valid_T.sum().clamp_min(1)
-            z = z_T.sum() / (context.step_tokens or valid_tokens)
-            y_TD = attach_loss(y_TD, config.z_coefficient * z)
-            _add(context, "z", z)
-        return y_TD
-
-
-def _add(context: RoutingContext, name: str, value: Tensor) -> None:
-    """Sum a loss value over layers and micro-batches for the log."""
-    context.auxiliary[name] = context.auxiliary.get(name, 0) + value.detach()

@@ -11,6 +11,7 @@ from moe.config import ModelConfig, MoEConfig, is_moe_layer
 from moe.layer import MoELayer
 from moe.modules import FeedForward, Linear, RMSNorm
 from moe.routing import RoutingContext
+from moe.soft import SoftMoELayer
 
 
 class Block(nn.Module):
@@ -21,9 +22,10 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(model.width, model.norm_epsilon)
         self.attention = Attention(model, index)
         self.feed_forward_norm = RMSNorm(model.width, model.norm_epsilon)
-        self.feed_forward: MoELayer | FeedForward
+        self.feed_forward: MoELayer | SoftMoELayer | FeedForward
         if moe.is_moe and is_moe_layer(model, index):
-            self.feed_forward = MoELayer(moe, model.width, index)
+            mixture = SoftMoELayer if moe.router == "soft" else MoELayer
+            self.feed_forward = mixture(moe, model.width, index)
         else:
             dense_width = model.feed_forward_width or moe.active_width
             twin = is_moe_layer(model, index)  # where the mixture model has experts, its dense twin matches their width
@@ -40,7 +42,7 @@ class Block(nn.Module):
         """(B, S, D) -> (B, S, D)."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation, mask, cache)
         normed_BSD = self.feed_forward_norm(x_BSD)
-        if isinstance(self.feed_forward, MoELayer):
+        if isinstance(self.feed_forward, MoELayer | SoftMoELayer):
             return x_BSD + self.feed_forward(normed_BSD, context)
         return x_BSD + self.feed_forward(normed_BSD)
 
@@ -65,7 +67,7 @@ class Transformer(nn.Module):
         self.head = None if model.tie_embeddings else Linear(model.width, model.vocabulary_size)
 
     def moe_layers(self) -> list[MoELayer]:
-        """The mixture layers, first to last."""
+        """The layers with a router, first to last; soft mixtures have none."""
         return [module for module in self.modules() if isinstance(module, MoELayer)]
 
     def forward(
@@ -92,6 +94,7 @@ class Transformer(nn.Module):
         """
         batch, length = token_BS.shape
         context = RoutingContext(batch, length) if context is None else context
+        context.token_BS = token_BS
         device, dtype = token_BS.device, self.compute_dtype
         if document_BS is not None:  # numbered by runs, so that a number used twice in a row is two documents
             document_BS = F.pad(document_BS[:, 1:] != document_BS[:, :-1], (1, 0)).cumsum(1)
@@ -119,8 +122,9 @@ class Transformer(nn.Module):
 
     def after_step(self) -> None:
         """Let every router update its balance state; call once after each optimizer step."""
-        for layer in self.moe_layers():
-            layer.router.after_step()
+        routers = [layer.router for layer in self.moe_layers()]
+        if routers:
+            type(routers[0]).after_step_together(routers)
 
     def forget_step(self) -> None:
         """Let every router drop what it recorded of a step that is not taken."""

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.config import RoutingGroup
+from moe.groups import RoutingGroup
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Routing:
         logits_TE: fp32 router logits, differentiable.
         chosen_TE: see `Decision`.
         valid_T: bool, False at padding; None means that all tokens are valid.
+        distance_TE: how far each pair was from being decided otherwise, where that is not a matter of its score.
+        own_losses: losses that only this router has, by name: (coefficient, value already normalised for the step).
     """
 
     token_A: Tensor | None
@@ -74,6 +76,8 @@ class Routing:
     logits_TE: Tensor | None = None
     chosen_TE: Tensor | None = None
     valid_T: Tensor | None = None
+    distance_TE: Tensor | None = None
+    own_losses: dict[str, tuple[float | Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def from_decision(
@@ -119,6 +123,18 @@ class Routing:
         assert self.scores_TE is not None
         return self.scores_TE
 
+    def logits(self) -> Tensor:
+        """`logits_TE` of a routing that came from a router, where it is always there."""
+        assert self.logits_TE is not None
+        return self.logits_TE
+
+    def weight_TE(self) -> Tensor:
+        """(T, E) combine weights, differentiable; 0 where no expert takes the token."""
+        assert self.token_A is not None and self.weight_A is not None
+        place_A = self.token_A * self.num_experts + self.expert_A()
+        flat = self.weight_A.new_zeros(self.num_tokens * self.num_experts)
+        return flat.index_add(0, place_A, self.weight_A).view(self.num_tokens, self.num_experts)
+
     def counts_E(self) -> Tensor:
         """int64 number of valid tokens that each expert takes."""
         return self.assigned_TE().sum(0)
@@ -151,7 +167,12 @@ class RoutingContext:
         step_tokens: valid tokens (not labels) of the whole optimizer step, over micro-batches and ranks: the z-loss
             divides by it.
         step_groups: routing groups of the whole optimizer step: the balance loss divides by it.
-        observe: called with (layer, routing) each time a mixture layer routes.
+        token_BS: int64 ids, which a hash router reads; the model fills it in.
+        seed, step, first_token: with the layer and the token's place, what noise is drawn from: the run's seed, the
+            optimizer step, and the number within the step's global batch of this pass' first token.
+        observe: called with (layer, routing) each time a mixture layer routes; not again under activation recompute.
+        decisions: by layer, what was decided in this pass. Activation recompute replays it: scores that tie or nearly
+            tie could be decided otherwise the second time, and statistics would count twice.
         auxiliary: filled by the layers with detached loss values, already normalised for the step:
             {"balance": value, "z": value} summed over layers.
     """
@@ -163,13 +184,37 @@ class RoutingContext:
     threshold_phase: bool = False
     step_tokens: int | None = None
     step_groups: int | None = None
+    token_BS: Tensor | None = None
+    seed: int = 0
+    step: int = 0
+    first_token: int = 0
     observe: Callable[[int, Routing], None] | None = None
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.batch * self.sequence_length
+
+    def per_token(self, value_T: Tensor) -> Tensor:
+        """This pass' part of the step's mean over valid tokens, of values that are 0 at padding."""
+        valid_tokens = value_T.numel() if self.valid_T is None else self.valid_T.sum().clamp_min(1)
+        return value_T.sum() / (self.step_tokens or valid_tokens)
+
+    def per_group(self, value_G: Tensor) -> Tensor:
+        """This pass' part of the step's mean over routing groups (or over sequences, where G are those)."""
+        return value_G.sum() / (self.step_groups or value_G.numel())
 
     @property
     def valid_T(self) -> Tensor | None:
         """`valid_BS` flattened."""
         return None if self.valid_BS is None else self.valid_BS.reshape(-1)
+
+
+def recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass: activation recompute."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def to_groups(values_TX: Tensor, group: RoutingGroup) -> Tensor:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from moe.config import ModelConfig, MoEConfig, check_routing, divisors, is_moe_layer, require, require_positive
+from moe.config import ModelConfig, MoEConfig, divisors, is_moe_layer, require, require_positive
+from moe.groups import check_routing
+from moe.routers.registry import ROUTERS
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class Config:
         """First step (from 0) that trains under threshold routing; training.steps where none does."""
         if self.moe.router == "threshold":
             return 0
-        if self.moe.router == "expert_choice":
+        if "threshold_after" in ROUTERS[self.moe.router].reads:
             return round(self.training.steps * self.moe.threshold_after)
         return self.training.steps
 

@@ -123,10 +123,9 @@ def _refuse_unknown(given: dict[str, Any], allowed: list[str], prefix: str, sour
             for s in dataclasses.fields(Config)
             for f in dataclasses.fields(_section_type(s.name))
         }
-        near = difflib.get_close_matches(key, allowed, 1, 0.5)
-        full = [prefix + near[0]] if near else []
-        # The right name in the wrong section is the commonest slip after a misspelt one.
-        full += [path for path, name in everywhere.items() if name == key]
+        # The right name in the wrong section, and only then a misspelt one.
+        full = [path for path, name in everywhere.items() if name == key]
+        full += [prefix + name for name in difflib.get_close_matches(key, allowed, 1, 0.5)]
         if not full:
             close = difflib.get_close_matches(key, list(everywhere.values()), 1, 0.6)
             full = [path for path, name in everywhere.items() if close and name == close[0]]

@@ -83,6 +83,9 @@ def train_step(
             threshold_phase=step >= config.threshold_step,
             step_tokens=step_rows * sequence_length,
             step_groups=step_rows // config.moe.group_sequences,
+            seed=config.run.seed,
+            step=step,
+            first_token=start * sequence_length,
             observe=observe,
             auxiliary=auxiliary,
         )

@@ -1,23 +1,37 @@
-"""Routers: from `x_TD` to a `Routing`. A new one is one file here and one line in `ROUTERS`."""
+"""Routers: from `x_TD` to a `Routing`. `python -m moe.routers` lists them; `registry.py` says what each is.
+
+A new one is one file here and one entry in `ROUTERS`. Importing this package loads neither torch nor any router, so
+that a wrong flag fails at once.
+"""
 
 from __future__ import annotations
 
-from moe.config import MoEConfig
-from moe.routers.base import Router
-from moe.routers.expert_choice import ExpertChoiceRouter
-from moe.routers.threshold import ThresholdRouter
-from moe.routers.token_choice import TokenChoiceRouter
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-ROUTERS: dict[str, type[Router]] = {
-    "expert_choice": ExpertChoiceRouter,
-    "threshold": ThresholdRouter,
-    "token_choice": TokenChoiceRouter,
-}
+from moe.routers.registry import ROUTERS
+
+if TYPE_CHECKING:
+    from moe.config import MoEConfig
+    from moe.routers.base import Router
 
 
-def build_router(config: MoEConfig, width: int) -> Router:
-    """The router that `config.router` names, for inputs of `width` D."""
-    return ROUTERS[config.router](config, width)
+def router_class(name: str) -> Any:
+    """The class that the registry names; imported only now."""
+    module, _, attribute = ROUTERS[name].target.rpartition(".")
+    return getattr(import_module(module), attribute)
 
 
-__all__ = ["ROUTERS", "ExpertChoiceRouter", "Router", "ThresholdRouter", "TokenChoiceRouter", "build_router"]
+def build_router(config: MoEConfig, width: int, layer: int = 0) -> Router:
+    """The router that `config.router` names.
+
+    Args:
+        config: of the mixture layers.
+        width: D of the inputs.
+        layer: number of the transformer block; noise differs between layers.
+    """
+    router: Router = router_class(config.router)(config, width, layer)
+    return router
+
+
+__all__ = ["ROUTERS", "build_router", "router_class"]

@@ -37,3 +37,11 @@ def top_k_mask(values_TE: Tensor, k: int) -> Tensor:
     """bool (T, E): the k largest of each row; of equal values the lowest expert index."""
     index_TK = values_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return torch.zeros_like(values_TE, dtype=torch.bool).scatter_(1, index_TK, True)
+
+
+def top_k_distance(values_TE: Tensor, k: int) -> Tensor:
+    """How far each value is from the middle between its row's k-th and (k+1)-th largest: (T, E), inf where k = E."""
+    if k == values_TE.shape[1]:
+        return torch.full_like(values_TE, torch.inf)
+    largest_TK = values_TE.topk(k + 1, dim=1).values
+    return (values_TE - largest_TK[:, k - 1 :].mean(1, keepdim=True)).abs()

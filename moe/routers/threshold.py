@@ -3,7 +3,8 @@
 The cutoff of an expert is a moving average of the score that would just have made it into the expert's top C, so the
 expected load is that of expert choice while each decision needs one token only: causal, and independent of the batch.
 (Expert-choice selection: Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing"; routing by a tracked
-cutoff is the expert-threshold idea that appears in the literature as ET.)
+cutoff is the expert-threshold idea that appears in the literature as ET.) To warm up with expert choice before
+thresholds take over, as ET does, train `expert_choice` with a small `threshold_after`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.config import MoEConfig, RoutingGroup, expert_choice_capacity
+from moe.config import MoEConfig
+from moe.groups import RoutingGroup, expert_choice_capacity
 from moe.routers.base import Router
-from moe.routing import Decision, RoutingContext, to_groups
+from moe.routing import Decision, Routing, RoutingContext, to_groups
 
 
 class ThresholdRouter(Router):
@@ -29,8 +31,8 @@ class ThresholdRouter(Router):
     step_sum_E: Tensor
     step_groups_E: Tensor
 
-    def __init__(self, config: MoEConfig, width: int) -> None:
-        super().__init__(config, width)
+    def __init__(self, config: MoEConfig, width: int, layer: int = 0) -> None:
+        super().__init__(config, width, layer)
         self.register_buffer("cutoff_E", torch.empty(config.num_experts, dtype=torch.float32))
         self.register_buffer("updates", torch.empty((), dtype=torch.int64))
         # What the current step has seen so far; always empty between steps, hence not in checkpoints.
@@ -38,12 +40,12 @@ class ThresholdRouter(Router):
         self.register_buffer("step_groups_E", torch.empty(config.num_experts, dtype=torch.float32), persistent=False)
 
     def reset_buffers(self) -> None:
-        """Fill the state of a model that was built without memory."""
-        self.cutoff_E.fill_(1 / self.config.num_experts if self.config.score == "softmax" else 0.5)
-        for buffer in (self.updates, self.step_sum_E, self.step_groups_E):
-            buffer.zero_()
+        """See `Router.reset_buffers`."""
+        super().reset_buffers()
+        self.cutoff_E.copy_(self.score(torch.zeros_like(self.cutoff_E)))
+        self.updates.zero_()
 
-    def decide(self, scores_TE: Tensor, context: RoutingContext) -> Decision:
+    def decide(self, scores_TE: Tensor, logits_TE: Tensor, context: RoutingContext) -> Decision:
         """See `Router.decide`."""
         if context.mode == "train":
             self.record(scores_TE, context)
@@ -53,9 +55,9 @@ class ThresholdRouter(Router):
             mask_TE &= context.valid_T[:, None]
         return Decision.from_mask(mask_TE)
 
-    def decision_distance(self, scores_TE: Tensor) -> Tensor:
+    def decision_distance(self, routing: Routing) -> Tensor:
         """See `Router.decision_distance`: the distance to the expert's cutoff."""
-        return (scores_TE - self.cutoff_E).abs()
+        return (routing.scores() - self.cutoff_E).abs()
 
     def record(self, scores_TE: Tensor, context: RoutingContext, kth_GE: Tensor | None = None) -> None:
         """Note the cutoffs that would have given each expert its share of these tokens.
@@ -94,9 +96,4 @@ class ThresholdRouter(Router):
         rate = torch.clamp_min(1 / (self.updates + 1).float(), 1 - self.config.threshold_decay)
         self.cutoff_E += torch.where(seen_E, rate * (mean_E - self.cutoff_E), 0.0)
         self.updates += seen_E.any().long()
-        self.forget_step()
-
-    def forget_step(self) -> None:
-        """See `Router.forget_step`."""
-        self.step_sum_E.zero_()
-        self.step_groups_E.zero_()
+        super().after_step()

@@ -46,10 +46,12 @@ def test_decisions_at_a_cutoff_are_counted() -> None:
 def test_token_choice_decides_between_its_kth_and_next_score() -> None:
     layer = small_model("token_choice", num_experts=4).moe_layers()[0]
     scores_TE = torch.tensor([[0.5, 0.3, 0.2, 0.0]])
-    assert layer.router.decision_distance(scores_TE)[0].tolist() == pytest.approx([0.25, 0.05, 0.05, 0.25])
+    routing = routing_from_mask(scores_TE > 0.25, scores_TE, scores_TE)
+    assert layer.router.decision_distance(routing)[0].tolist() == pytest.approx([0.25, 0.05, 0.05, 0.25])
     all_experts = small_model("token_choice", num_experts=2).moe_layers()[0]
     scores_TE = scores_TE[:, :2]
-    assert all_experts.router.decision_distance(scores_TE).isinf().all()
+    routing = routing_from_mask(scores_TE > 0, scores_TE, scores_TE)
+    assert all_experts.router.decision_distance(routing).isinf().all()
 
 
 @pytest.mark.parametrize("router", ROUTERS)

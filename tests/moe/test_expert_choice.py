@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe.config import RoutingGroup
+from moe.groups import RoutingGroup
 from moe.routing import RoutingContext, from_groups, to_groups
 from tests.moe import oracle
 from tests.moe.helpers import make_router, pairs, select

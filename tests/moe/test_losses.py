@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.losses import attach_loss, router_z, switch_balance
+from moe.losses import attach_loss, global_balance, router_z, switch_balance
 from moe.routers.selection import top_k_mask
 
 CASES = {
@@ -139,6 +139,58 @@ def test_a_group_of_padding_only_gives_zero_and_no_gradient() -> None:
     assert loss_G[0] == 0 and loss_G[1] > 0
     assert scores_GNE.grad[0].eq(0).all() and scores_GNE.grad[1].abs().sum() > 0
     assert router_z(torch.randn(4, 3), torch.zeros(4, dtype=torch.bool)).eq(0).all()
+
+
+def test_global_balance_against_the_batchs_own_load_is_the_balance_loss_of_one_group() -> None:
+    """Value and gradient: only where f comes from differs."""
+    scores_TE = torch.rand(15, 6, requires_grad=True)
+    chosen_TE = top_k_mask(scores_TE.detach(), 2)
+    loss_T = global_balance(scores_TE, chosen_TE.float().mean(0) / 2)
+    (expected,) = switch_balance(scores_TE[None], chosen_TE[None], 2)
+    torch.testing.assert_close(loss_T.mean(), expected)
+    torch.testing.assert_close(*(torch.autograd.grad(value, scores_TE) for value in (loss_T.mean(), expected)))
+
+
+def test_global_balance_by_hand() -> None:
+    """E sum_e f_e p_te with p normalised per token: the second token's scores sum to 4. At most E."""
+    scores_TE = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 3.0], [0.0, 1.0, 0.0]], requires_grad=True)
+    fraction_E = torch.tensor([0.5, 0.5, 0.0], requires_grad=True)
+    loss_T = global_balance(scores_TE, fraction_E)
+    assert loss_T.tolist() == pytest.approx([1.125, 0.375, 1.5])
+    assert global_balance(torch.eye(3), torch.tensor([1.0, 0.0, 0.0])).tolist() == [3, 0, 0]
+    loss_T.sum().backward()
+    assert fraction_E.grad is None, "the load is data"
+    # d/ds = E (f_e - f . p) / sum of the scores
+    expected_TE = [[0.375, 0.375, -1.125], [0.28125, 0.28125, -0.09375], [0.0, 0.0, -1.5]]
+    torch.testing.assert_close(scores_TE.grad, torch.tensor(expected_TE))
+
+
+def test_global_balance_at_an_even_load_is_one_and_pulls_nowhere() -> None:
+    scores_TE = torch.rand(5, 4, requires_grad=True)
+    loss_T = global_balance(scores_TE, torch.full((4,), 0.25))
+    loss_T.sum().backward()
+    assert loss_T.tolist() == pytest.approx([1] * 5)
+    assert scores_TE.grad.abs().max() < 1e-6
+
+
+def test_global_balance_adds_up_over_micro_batches() -> None:
+    """Each token's term depends on that token and the load alone: any split gives the same terms."""
+    scores_TE, fraction_E = torch.rand(15, 6), torch.rand(6).softmax(0)
+    parts = [global_balance(part, fraction_E) for part in scores_TE.split([4, 1, 10])]
+    torch.testing.assert_close(torch.cat(parts), global_balance(scores_TE, fraction_E))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
+def test_padding_counts_nowhere_in_the_global_balance_loss(poison: float) -> None:
+    """A02: 0 and no gradient at padding; a batch of padding only gives 0."""
+    valid_T, fraction_E = torch.tensor([True, False, True, True, False]), torch.tensor([0.5, 0.3, 0.2])
+    scores_TE = torch.where(valid_T[:, None], torch.rand(5, 3), poison).requires_grad_()
+    loss_T = global_balance(scores_TE, fraction_E, valid_T)
+    torch.testing.assert_close(loss_T[valid_T], global_balance(scores_TE[valid_T], fraction_E))
+    (gradient_TE,) = torch.autograd.grad(loss_T.sum(), scores_TE)
+    assert loss_T[~valid_T].eq(0).all() and gradient_TE[~valid_T].eq(0).all()
+    assert gradient_TE[valid_T].isfinite().all() and gradient_TE[valid_T].ne(0).any()
+    assert global_balance(scores_TE, fraction_E, torch.zeros(5, dtype=torch.bool)).eq(0).all()
 
 
 @pytest.mark.parametrize("tokens", [4, 400])

@@ -53,8 +53,7 @@ def test_recompute_gives_bit_equal_gradients(backend: str, name: str, tied: bool
     recomputed, seen = run(layer, x_BSD, recompute=True)
     for key, value in plain.items():
         assert value.equal(recomputed[key]), key
-    assert len(seen) == 2, "the router runs again, so it had better decide the same"
-    assert pairs(seen[0]) == pairs(seen[1]) and pairs(seen[0])
+    assert len(seen) == 1 and pairs(seen[0]), "an observer is shown each pass once"
 
 
 @pytest.mark.parametrize("rows", [1, 64])

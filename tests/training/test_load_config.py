@@ -87,7 +87,6 @@ def test_what_is_wrong_in_the_file_is_one_message_that_says_what_to_do(tmp_path,
     [
         (["--moe.num-expert", "8"], "--moe.num-experts"),
         (["--moe.num-experts", "3e-4x"], "--moe.num-experts"),
-        (["--moe.router", "top2"], "expert_choice"),
         (["--learning-rate", "1"], "--training.learning-rate"),
         (["stray"], "stray"),
     ],
@@ -98,6 +97,11 @@ def test_a_bad_flag_exits_with_status_2_and_a_suggestion(tmp_path, capsys, flags
     assert caught.value.code == 2
     output = capsys.readouterr()
     assert message in output.err + output.out
+
+
+def test_a_misspelt_router_is_answered_with_the_nearest_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"moe.router = 'expert_choise': .*did you mean 'expert_choice'\?"):
+        load_config([write(tmp_path, ""), "--moe.router", "expert_choise"])
 
 
 def test_a_flag_can_mend_what_the_file_alone_gets_wrong(tmp_path):

@@ -1,0 +1,63 @@
+"""Which losses a mixture layer adds, normalised over the whole optimizer step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe.groups import RoutingGroup
+from moe.losses import global_balance, importance, mutual_information, orthogonality, router_z, switch_balance
+from moe.routers.base import Router
+from moe.routing import Routing, RoutingContext, to_groups
+
+
+def auxiliary_losses(
+    router: Router, routing: Routing, context: RoutingContext
+) -> dict[str, tuple[float | Tensor, Tensor]]:
+    """(coefficient, value) of every loss that the configuration asks for, and of the router's own.
+
+    A value is this pass' part of the step's: the parts of all micro-batches and processes add up to the mean over the
+    step's tokens or routing groups, so that neither their number nor their sizes change a gradient.
+    """
+    config = router.config
+    losses = dict(routing.own_losses)
+    if config.balance_coefficient:
+        losses["balance"] = config.balance_coefficient, _balance(router, routing, context)
+    if config.importance_coefficient:
+        _, valid_GN = _by_group(routing, config.group_sequences, context)
+        group = RoutingGroup("flat", config.group_sequences, context.sequence_length)
+        value = context.per_group(importance(to_groups(routing.weight_TE(), group), valid_GN))
+        losses["importance"] = config.importance_coefficient, value
+    if config.mutual_information_coefficient:
+        scores_GNE, valid_GN = _by_group(routing, config.group_sequences, context)
+        value = context.per_group(-mutual_information(scores_GNE, valid_GN))
+        losses["negative_mutual_information"] = config.mutual_information_coefficient, value
+    if config.z_coefficient:
+        value = context.per_token(router_z(routing.logits(), routing.valid_T))
+        losses["z"] = config.z_coefficient, value
+    if config.orthogonality_coefficient:
+        # A matter of the weights alone: each pass takes the part of it that its tokens are of the step's.
+        tokens_T = torch.ones(routing.num_tokens, device=routing.offsets_E.device)
+        part = context.per_token(tokens_T if routing.valid_T is None else routing.valid_T.float())
+        losses["orthogonality"] = config.orthogonality_coefficient, part * orthogonality(router.weight_ED)
+    return losses
+
+
+def _balance(router: Router, routing: Routing, context: RoutingContext) -> Tensor:
+    config = router.config
+    if config.balance_scope == "global":
+        return context.per_token(global_balance(routing.scores(), router.load_E, routing.valid_T))
+    sequences = 1 if config.balance_scope == "sequence" else config.group_sequences
+    scores_GNE, valid_GN = _by_group(routing, sequences, context)
+    chosen_TE = routing.assigned_TE() if routing.chosen_TE is None else routing.chosen_TE
+    chosen_GNE = to_groups(chosen_TE, RoutingGroup("flat", sequences, context.sequence_length))
+    # The mean over a group's sequences is the group's value, so that both scopes divide by the step's groups.
+    balance_G = switch_balance(scores_GNE, chosen_GNE, config.experts_per_token, valid_GN)
+    return context.per_group(balance_G.view(-1, config.group_sequences // sequences).mean(1))
+
+
+def _by_group(routing: Routing, sequences: int, context: RoutingContext) -> tuple[Tensor, Tensor | None]:
+    """Scores (G, N, E) and validity (G, N) by groups of whole sequences."""
+    group = RoutingGroup("flat", sequences, context.sequence_length)
+    valid_GN = None if routing.valid_T is None else to_groups(routing.valid_T[:, None], group).squeeze(-1)
+    return to_groups(routing.scores(), group), valid_GN

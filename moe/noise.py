@@ -1,0 +1,53 @@
+"""Random numbers as a function of (seed, step, layer, token): the same under any layout and any micro-batching."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from moe.routing import RoutingContext
+
+
+def uniform(context: RoutingContext, layer: int, purpose: str, numbers: int, device: torch.device) -> Tensor:
+    """fp32 (T, numbers) in (0, 1); a token's row does not depend on which other tokens share its pass.
+
+    A counter is scrambled by SplitMix64's finaliser (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators"), once for the token and once for the number, in integer arithmetic: equal on every device.
+
+    Args:
+        context: seed, step, and the number of the pass' first token in the step.
+        layer: number of the block.
+        purpose: tells the uses within one layer apart.
+        numbers: how many for each token.
+        device: where to.
+    """
+    digest = hashlib.sha256(repr((context.seed, context.step, layer, purpose)).encode()).digest()
+    key = int.from_bytes(digest[:8], "little", signed=True)
+    token_T1 = torch.arange(context.num_tokens, device=device)[:, None] + context.first_token
+    scrambled = _mix(_mix(token_T1 + key) + torch.arange(numbers, device=device))
+    # 24 bits fill fp32's mantissa; the half keeps 0 and 1 out.
+    return (_shift_right(scrambled, 40).float() + 0.5) * 2.0**-24
+
+
+def normal(context: RoutingContext, layer: int, purpose: str, numbers: int, device: torch.device) -> Tensor:
+    """fp32 (T, numbers) standard normal; see `uniform`."""
+    return torch.special.ndtri(uniform(context, layer, purpose, numbers, device))
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64, whose sums and products wrap."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shift_right(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift_right(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Of an unsigned number: int64's own shift would copy the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
