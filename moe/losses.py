@@ -117,8 +117,8 @@ def load(
     0 at even loads, E/k - 1 when the same k experts are certain of every token; population variance, as in
     `importance`.
     With k = E every expert is certain and the loss is 0. Where a deviation is 0 (below 1e-6), or the clean logit lies
-    over 10 deviations from the threshold, the chance is 0 or 1 (1/2 at an exact tie) and has no gradient: without any
-    noise this loss teaches nothing.
+    over 10 deviations from the threshold (an expert masked with -inf), the chance is 0 or 1 (1/2 at an exact tie) and
+    has no gradient: without any noise this loss teaches nothing.
 
     Args:
         clean_logits_GNE: logits without noise.
@@ -243,8 +243,8 @@ def _token_count(scores_GNE: Tensor, valid_GN: Tensor | None) -> Tensor:
 
 
 def _fraction(assigned_GNE: Tensor, experts_per_token: int, tokens_G1: Tensor, valid_GN: Tensor | None) -> Tensor:
-    """(G, E) share of k * N assignments, without gradient."""
-    return (_over_tokens(assigned_GNE.float(), valid_GN) / (tokens_G1 * experts_per_token)).detach()
+    """(G, E) share of the k * N assignments; a count of bools, so without gradient."""
+    return _over_tokens(assigned_GNE.float(), valid_GN) / (tokens_G1 * experts_per_token)
 
 
 def _over_tokens(values_GNE: Tensor, valid_GN: Tensor | None) -> Tensor:

@@ -1,8 +1,9 @@
-"""`python -m moe.routers`: every router, and what to know of it."""
+"""`python -m moe.routers`: every router, and what to know of it before choosing one."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import sys
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,34 +12,44 @@ from rich.table import Table
 from moe.config import MoEConfig
 from moe.routers.registry import ROUTERS
 
-# Configurations in which a router's dependence differs from its default one.
-VARIANTS: dict[str, list[dict[str, object]]] = {
-    "expert_choice": [{"group": "position"}],
-    "mixture_of_depths": [{"group": "position"}],
-    "soft": [{"group": "position"}],
-    "token_choice": [{"capacity_factor": 1.25}, {"capacity_factor": 1.25, "drop_order": "choice"}],
-    "noisy_top_k": [{"capacity_factor": 1.25}],
-    "gshard": [{"capacity_factor": 1.25}, {"capacity_factor": 1.25, "drop_order": "choice"}],
-    "loss_free": [{"capacity_factor": 1.25}],
-    "quantile": [{"capacity_factor": 1.25}],
+# What a router insists on, and settings that change what its routing depends on.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "mixture_of_depths": {"num_experts": 1, "experts_per_token": 1},
+    "base": {"experts_per_token": 1},
 }
-SIZES: dict[str, dict[str, object]] = {"mixture_of_depths": {"num_experts": 1, "experts_per_token": 1},
-                                       "base": {"experts_per_token": 1}}  # fmt: skip
+VARIANTS: list[dict[str, Any]] = [
+    {"group": "position"},
+    {"capacity_factor": 1.25},
+    {"capacity_factor": 1.25, "drop_order": "choice"},
+]
 
 
 def listing() -> Table:
-    """One row for each router, and for each variant that changes its dependence."""
+    """One row for each router, and one for each variant of it that depends on something else."""
     table = Table(title="moe.router", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("router", "in training", "when served", "static shapes", "balance loss", "what it does", "source"):
+    table.add_column("", no_wrap=True)
+    for column in ("in training", "served", "static shapes", "balance loss", "what it does"):
         table.add_column(column)
     for name, facts in ROUTERS.items():
-        for variant in [{}, *VARIANTS.get(name, [])]:
-            moe = MoEConfig(router=name, **{**SIZES.get(name, {}), **variant})  # type: ignore[arg-type]
-            said = ", ".join(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in variant.items())
-            static = "yes" if facts.static_shapes else "no"
-            needs = "needed" if facts.needs_balance_loss else "no"
-            if variant:
-                table.add_row(f"  {said}", moe.training_verdict, facts.evaluation(moe), static, needs, "", "")
-            else:
-                table.add_row(name, moe.training_verdict, facts.evaluation(moe), static, needs, facts.summary, facts.source)
+        plain = MoEConfig(router=name, **REQUIRED.get(name, {}))
+        static = "yes" if facts.static_shapes else ""
+        needed = "needed" if facts.needs_balance_loss else ""
+        row = (plain.training_verdict, facts.evaluation(plain), static, needed)
+        table.add_row(name, *row, f"{facts.summary} ({facts.source})" if facts.source else facts.summary)
+        for variant in VARIANTS:
+            if variant.keys() <= facts.reads:
+                moe = MoEConfig(router=name, **REQUIRED.get(name, {}), **variant)
+                if moe.training_verdict != plain.training_verdict:
+                    said = ", ".join(f"{key} = {value}" for key, value in variant.items())
+                    table.add_row(f"  {said}", moe.training_verdict, facts.evaluation(moe), static, needed, "")
     return table
+
+
+if __name__ == "__main__":
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console.print(listing())
+    console.print(
+        "causal: a token's routing depends on itself and its past. batch-dependent: also on other sequences of the "
+        "batch. leaks: on later tokens of its own sequence. `python -m eval.causality` measures it.",
+        style="dim",
+    )

@@ -54,6 +54,8 @@ class LossFreeRouter(TokenChoiceRouter):
         distance_TE = super().decision_distance(routing)
         if self.config.expert_groups_kept == self.config.expert_groups:
             return distance_TE
+        # Where k experts are kept in all, none of them can lose to another: not -inf less -inf.
+        distance_TE = distance_TE.masked_fill(distance_TE.isnan(), torch.inf)
         group_TM = self._group_scores(routing.scores() + self.bias_E)
         return torch.minimum(distance_TE, self._spread(top_k_distance(group_TM, self.config.expert_groups_kept)))
 

@@ -82,5 +82,5 @@ class ReMoERouter(Router):
         active = sum(router.step_active for router in remoe)
         aimed = sum(router.step_tokens for router in remoe) * config.experts_per_token
         for router in remoe:
-            router.l1_weight *= torch.as_tensor(config.l1_multiplier) ** torch.sign(active - aimed)
+            router.l1_weight *= config.l1_multiplier ** torch.sign(active - aimed)
             router.after_step()

@@ -205,10 +205,22 @@ def test_load_with_vanishing_noise_counts_assignments(std: float) -> None:
 
 
 def test_load_of_tied_logits_without_noise_is_a_half_each() -> None:
-    """All experts tie with their bar: even loads."""
-    zeros = torch.zeros(1, 5, 6, requires_grad=True)
-    loss_G = load(zeros, zeros, zeros, K)
-    assert loss_G == 0 and torch.autograd.grad(loss_G.sum(), zeros)[0].isfinite().all()
+    """Two of three experts tie for one place: chances 1/2, 1/2, 0."""
+    logits_GNE = rows([1.0, 1.0, 0.0]).requires_grad_()
+    loss_G = load(logits_GNE, logits_GNE, torch.zeros(1, 1, 3), 1)
+    assert loss_G.item() == pytest.approx(0.5)
+    assert torch.autograd.grad(loss_G.sum(), logits_GNE, allow_unused=True, materialize_grads=True)[0].eq(0).all()
+
+
+def test_an_expert_masked_with_minus_infinity_has_no_load_and_finite_gradients() -> None:
+    """Chances Phi(1), Phi(-1), 0: the bars of the others are 0 and 1."""
+    clean_GNE = rows([1.0, 0.0, -math.inf]).requires_grad_()
+    std_GNE = torch.ones(1, 1, 3, requires_grad=True)
+    loss_G = load(clean_GNE, clean_GNE.detach(), std_GNE, 1)
+    chances = [0.8413447, 0.1586553, 0.0]
+    assert loss_G.item() == pytest.approx(3 * sum(chance**2 for chance in chances) - 1, rel=1e-5)
+    for gradient in torch.autograd.grad(loss_G.sum(), (clean_GNE, std_GNE)):
+        assert gradient.isfinite().all() and gradient[..., :2].ne(0).all() and gradient[..., 2] == 0
 
 
 def test_load_with_every_expert_chosen_is_zero() -> None:
