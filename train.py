@@ -34,9 +34,10 @@ from training.config import Config
 from training.device import choose_device, compute_dtype, keep_freed_memory, peak_flops
 from training.load_config import load_config
 from training.optimizer import build_optimizer
+from training.routing_telemetry import RoutingTelemetry, layer_means
 from training.run import Run, RunError
 from training.step import NonFiniteGradient, StepResult, train_step
-from training.telemetry import LoadCounter, RunLog, progress_line, status_text
+from training.telemetry import RunLog, progress_line, status_text
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -79,6 +80,7 @@ class Experiment:
     model: Transformer
     optimizer: torch.optim.Optimizer
     device: torch.device
+    telemetry: RoutingTelemetry
     first_step: int
 
 
@@ -123,13 +125,15 @@ def prepare(config: Config) -> Experiment:
     dtype = compute_dtype(training.precision, device)
     model = build_model(config.model, config.moe, config.run.seed, device, dtype)
     optimizer = build_optimizer(model, training)
+    telemetry = RoutingTelemetry.of(model, training.sequence_length)
     if checkpoint is None:
         run.write_environment(corpus)
-        return Experiment(run, corpus, batches, model, optimizer, device, 0)
+        return Experiment(run, corpus, batches, model, optimizer, device, telemetry, 0)
     run.require_same_corpus(corpus)
     load_model(checkpoint, model)
     load_optimizer(checkpoint, model, optimizer)
-    return Experiment(run, corpus, batches, model, optimizer, device, checkpoint.step)
+    telemetry.load_state(checkpoint.state.get("routing"))
+    return Experiment(run, corpus, batches, model, optimizer, device, telemetry, checkpoint.step)
 
 
 def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], console: Console) -> int:
@@ -143,17 +147,18 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
         while not stop:
             step, started = done, time.perf_counter()
             batch = e.batches.batch(step)
-            loads = LoadCounter() if (step + 1) % config.log.every == 0 else None
-            observe = loads.observe if loads else None
-            end_of_text = e.corpus.tokenizer.end_of_text
-            result = train_step(e.model, e.optimizer, batch, config, step, end_of_text, observe)
-            values = step_values(e, batch, step, result, time.perf_counter() - started)
             done = step + 1
-            if loads:
-                record_loads(log, loads, values, done, step >= config.threshold_step)
+            to_log = done % config.log.every == 0
+            e.telemetry.start_step(detailed=to_log)
+            end_of_text = e.corpus.tokenizer.end_of_text
+            result = train_step(e.model, e.optimizer, batch, config, step, end_of_text, e.telemetry.observe)
+            values = step_values(e, batch, step, result, time.perf_counter() - started)
+            if routing := e.telemetry.end_step(e.model):
+                log.routing({"step": done, "threshold_phase": step >= config.threshold_step} | routing)
+                values |= layer_means(routing)
             if config.eval.every and (done % config.eval.every == 0 or done == config.training.steps):
                 values |= validate(e, config.eval.tokens, "val")
-            if loads or "val/bits_per_byte" in values:
+            if to_log or "val/bits_per_byte" in values:
                 log.scalars(done, values)
             log.metrics(values)
             progress.update(task, completed=done, status=status_text(values))
@@ -161,7 +166,7 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
             at_interval = config.run.checkpoint_every and done % config.run.checkpoint_every == 0
             stop = done == last_step or asked_to_stop()
             if stop or at_interval:
-                state = {"tokens": done * config.tokens_per_step}
+                state = {"tokens": done * config.tokens_per_step, "routing": e.telemetry.state()}
                 save_checkpoint(e.run.checkpoints, done, e.model, e.optimizer, state)
     return done
 
@@ -177,14 +182,14 @@ def describe(e: Experiment, console: Console) -> None:
         f"{config.training.steps} steps of {config.tokens_per_step:,} tokens"
     )
     if moe.is_moe:
-        balance = f"balance loss {moe.balance_coefficient}, z-loss {moe.z_coefficient}"
-        console.print(f"router: {moe.router}, {moe.num_experts} experts, {moe.experts_per_token} a token; {balance}")
+        console.print(f"router: {moe.router}, {moe.num_experts} experts, {moe.assignments_per_token} a token")
+        console.print(f"balance by {moe.balance_description}")
     if config.training_router_leaks and config.threshold_step:
         switches = config.threshold_step < config.training.steps
         switch = f"threshold routing starts at step {config.threshold_step}; " if switches else ""
         console.print(
             f"router {moe.router} is not causal in training: its losses are logged as noncausal_*; {switch}"
-            "validation is causal throughout"
+            "validation is causal throughout; python -m eval.causality measures the leak"
         )
     if e.first_step:
         console.print(f"continuing from step {e.first_step}")
@@ -210,16 +215,6 @@ def step_values(e: Experiment, batch: Batch, step: int, result: StepResult, seco
         flops = training_flops_per_token(config.model, config.moe, config.training.sequence_length)
         values["mfu"] = flops * result.tokens / seconds / peak
     return values
-
-
-def record_loads(log: RunLog, loads: LoadCounter, values: dict[str, Any], done: int, threshold_phase: bool) -> None:
-    """Routing of this step: the summary into the metrics, the counts into the routing record."""
-    summary = loads.summary()
-    if summary:
-        counts = summary.pop("counts")
-        tokens = max(loads.tokens.values())
-        log.routing({"step": done, "tokens": tokens, "counts": counts, "threshold_phase": threshold_phase})
-        values |= summary
 
 
 def validate(e: Experiment, tokens: int, name: str) -> dict[str, float]:

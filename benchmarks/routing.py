@@ -90,7 +90,8 @@ def measure(router: str, dtype: torch.dtype, options: argparse.Namespace) -> dic
     seen: list[Routing] = []
 
     def whole() -> Tensor:
-        context = RoutingContext(*x_BSD.shape[:2], mode="train", token_BS=torch.zeros(x_BSD.shape[:2]).long())
+        batch, length = x_BSD.shape[:2]
+        context = RoutingContext(batch, length, mode="train", token_BS=torch.zeros(batch, length).long())
         context.observe = lambda _, routing: seen.append(routing)
         return layer(x_BSD, context)
 

@@ -223,6 +223,18 @@ class MoEConfig:
         return "causal" if self.forced_balance else ROUTERS[self.router].training(self)
 
     @property
+    def balance_description(self) -> str:
+        """What keeps load even, and the losses really in use with their coefficients."""
+        losses = {
+            f.name.removesuffix("_coefficient"): getattr(self, f.name)
+            for f in fields(self)
+            if f.name.endswith("_coefficient")
+        }
+        used = [f"{name.replace('_', ' ')} {value:g}" for name, value in losses.items() if value]
+        by = "round-robin, scores ignored" if self.forced_balance else ROUTERS[self.router].balance
+        return f"{by}; losses: {', '.join(used) or 'none'}"
+
+    @property
     def assignments_per_token(self) -> float:
         """Experts that a token passes on average."""
         return self.depth_capacity if self.router == "mixture_of_depths" else self.experts_per_token

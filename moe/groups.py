@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -69,7 +68,7 @@ def check_routing(moe: MoEConfig, sequence_length: int, micro_batch_sequences: i
         if facts.competes_in_groups:
             raise ConfigError(
                 f'moe.group = "{moe.group}" with {group.tokens} tokens in a group lets earlier tokens see their '
-                f'future: use at least {LEAK_SAFE_GROUP_TOKENS} tokens (raise moe.group_sequences), moe.group = '
+                f"future: use at least {LEAK_SAFE_GROUP_TOKENS} tokens (raise moe.group_sequences), moe.group = "
                 f'"position", or accept it with moe.allow_leak = true; {measure}'
             )
         detail = f' with moe.drop_order = "{moe.drop_order}"' if moe.capacity_factor is not None else ""
@@ -115,8 +114,8 @@ def expert_choice_capacity(moe: MoEConfig, group: RoutingGroup, micro_batch_sequ
     else:
         raise ConfigError(
             f"capacity {what} is not a whole number >= 1, and no moe.group_sequences that divides "
-            f"training.micro_batch_sequences = {micro_batch_sequences} mends it: change moe.{key} or moe.num_experts, or make "
-            f"training.micro_batch_sequences a multiple of {unit}"
+            f"training.micro_batch_sequences = {micro_batch_sequences} mends it: change moe.{key} or moe.num_experts, "
+            f"or make training.micro_batch_sequences a multiple of {unit}"
         )
     raise ConfigError(
         f"capacity {what} is not a whole number >= 1: the nearest moe.group_sequences that works is {nearest} "

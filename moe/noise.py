@@ -26,14 +26,20 @@ def uniform(context: RoutingContext, layer: int, purpose: str, numbers: int, dev
     digest = hashlib.sha256(repr((context.seed, context.step, layer, purpose)).encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     token_T1 = torch.arange(context.num_tokens, device=device)[:, None] + context.first_token
-    scrambled = _mix(_mix(token_T1 + key) + torch.arange(numbers, device=device))
-    # 24 bits fill fp32's mantissa; the half keeps 0 and 1 out.
-    return (_shift_right(scrambled, 40).float() + 0.5) * 2.0**-24
+    return _unit(_mix(_mix(token_T1 + key) + torch.arange(numbers, device=device)))
 
 
 def normal(context: RoutingContext, layer: int, purpose: str, numbers: int, device: torch.device) -> Tensor:
     """fp32 (T, numbers) standard normal; see `uniform`."""
     return torch.special.ndtri(uniform(context, layer, purpose, numbers, device))
+
+
+def _unit(scrambled: Tensor) -> Tensor:
+    """fp32 in (0, 1) from 64 random bits: the middles of 2^23 equal steps.
+
+    One bit more and the last middle would round to 1, whose normal quantile is infinite: once in 17 million draws.
+    """
+    return (_shift_right(scrambled, 41).float() + 0.5) * 2.0**-23
 
 
 def _mix(value: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ class SoftMoELayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: RoutingContext) -> Tensor:
         """(B, S, D) -> (B, S, D), without the residual connection."""
         x_TD = x_BSD.flatten(0, 1)
+        if context.valid_T is not None:  # padding may hold anything, and 0 times the gradient of a NaN is a NaN
+            x_TD = torch.where(context.valid_T[:, None], x_TD, 0.0)
         with torch.autocast(x_TD.device.type, enabled=False):
             slot_MD = F.normalize(self.slot_MD.float(), dim=1)
             affinity_TM = self.scale_1.float() * (F.normalize(x_TD.float(), dim=1) @ slot_MD.T)
@@ -61,13 +63,12 @@ class SoftMoELayer(nn.Module):
         """Slots over each routing group (section 2.1, eq. 1-3)."""
         config = self.config
         group = RoutingGroup(config.group, config.group_sequences, context.sequence_length, config.chunk_length)
-        dispatch_TM, values_TD = affinity_TM, x_TD
+        dispatch_TM = affinity_TM
         if context.valid_T is not None:
             # A finite floor: the softmax over a group of padding only must stay a number.
             dispatch_TM = affinity_TM.masked_fill(~context.valid_T[:, None], torch.finfo(affinity_TM.dtype).min)
-            values_TD = torch.where(context.valid_T[:, None], x_TD, 0.0)
         dispatch_GNM = to_groups(dispatch_TM, group).softmax(1)
-        slots_GMD = dispatch_GNM.transpose(1, 2).to(x_TD.dtype) @ to_groups(values_TD, group)
+        slots_GMD = dispatch_GNM.transpose(1, 2).to(x_TD.dtype) @ to_groups(x_TD, group)
         groups, experts = slots_GMD.shape[0], config.num_experts
         rows = rearrange(slots_GMD, "g (e p) d -> (e g p) d", e=experts)
         out = self.experts(rows, _equal_runs(experts, groups * config.slots_per_expert, rows.device))

@@ -28,20 +28,20 @@ def listing() -> Table:
     """One row for each router, and one for each variant of it that depends on something else."""
     table = Table(title="moe.router", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for column in ("in training", "served", "static shapes", "balance loss", "what it does"):
+    for column in ("in training", "served", "static shapes", "balanced by", "what it does"):
         table.add_column(column)
     for name, facts in ROUTERS.items():
         plain = MoEConfig(router=name, **REQUIRED.get(name, {}))
         static = "yes" if facts.static_shapes else ""
-        needed = "needed" if facts.needs_balance_loss else ""
-        row = (plain.training_verdict, facts.evaluation(plain), static, needed)
+        balance = "a loss, which it needs" if facts.needs_balance_loss else facts.balance
+        row = (plain.training_verdict, facts.evaluation(plain), static, balance)
         table.add_row(name, *row, f"{facts.summary} ({facts.source})" if facts.source else facts.summary)
         for variant in VARIANTS:
             if variant.keys() <= facts.reads:
                 moe = MoEConfig(router=name, **REQUIRED.get(name, {}), **variant)
                 if moe.training_verdict != plain.training_verdict:
                     said = ", ".join(f"{key} = {value}" for key, value in variant.items())
-                    table.add_row(f"  {said}", moe.training_verdict, facts.evaluation(moe), static, needed, "")
+                    table.add_row(f"  {said}", moe.training_verdict, facts.evaluation(moe), static, balance, "")
     return table
 
 

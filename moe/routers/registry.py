@@ -32,6 +32,7 @@ class RouterFacts:
         static_shapes: whether every expert takes the same number of tokens in training, so that nothing waits for the
             host.
         needs_balance_loss: load is left to a loss; without one experts may starve.
+        balance: what keeps load even besides losses.
         competes_in_groups: what leaks is only which tokens a routing group prefers, which falls quickly with its size:
             flat and chunk groups of `LEAK_SAFE_GROUP_TOKENS` or more need no `allow_leak`.
         problem: what is wrong with the configuration for this router, starting with the key; empty if nothing.
@@ -45,6 +46,7 @@ class RouterFacts:
     evaluation: Callable[[MoEConfig], Verdict] = lambda moe: "causal"
     static_shapes: bool = False
     needs_balance_loss: bool = False
+    balance: str = "nothing but losses"
     competes_in_groups: bool = False
     problem: Callable[[MoEConfig], str] = lambda moe: ""
 
@@ -113,7 +115,9 @@ def _loss_free_problem(moe: MoEConfig) -> str:
     if not 1 <= kept <= groups:
         return f"expert_groups_kept = {kept}: must be from 1 to expert_groups = {groups}"
     if k > kept * (moe.num_experts // groups):
-        return f"experts_per_token = {k}: {kept} of {groups} groups hold only {kept * moe.num_experts // groups} experts"
+        return (
+            f"experts_per_token = {k}: {kept} of {groups} groups hold only {kept * moe.num_experts // groups} experts"
+        )
     return _capacity_problem(moe)
 
 
@@ -145,6 +149,7 @@ ROUTERS: dict[str, RouterFacts] = {
         static_shapes=True,
         competes_in_groups=True,
         problem=_expert_choice_problem,
+        balance="the choice itself",
     ),
     "threshold": RouterFacts(
         "moe.routers.threshold.ThresholdRouter",
@@ -152,6 +157,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "expert threshold routing; cutoffs of expert choice",
         _COMMON | _UNBALANCED | _CUTOFFS | {"score"},
         training=_always("causal"),
+        balance="cutoffs that follow the scores",
     ),
     "mixture_of_depths": RouterFacts(
         "moe.routers.mixture_of_depths.MixtureOfDepthsRouter",
@@ -162,6 +168,7 @@ ROUTERS: dict[str, RouterFacts] = {
         static_shapes=True,
         competes_in_groups=True,
         problem=_mixture_of_depths_problem,
+        balance="the choice itself",
     ),
     "token_choice": RouterFacts(
         "moe.routers.token_choice.TokenChoiceRouter",
@@ -194,9 +201,13 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.loss_free.LossFreeRouter",
         "top-k of sigmoid scores plus a bias that balances load, optionally within the best groups of experts",
         "Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437",
-        _COMMON | _UNBALANCED | _CAPACITY | {"renormalize", "bias_rate", "bias_update", "expert_groups", "expert_groups_kept"},
+        _COMMON
+        | _UNBALANCED
+        | _CAPACITY
+        | {"renormalize", "bias_rate", "bias_update", "expert_groups", "expert_groups_kept"},
         training=_by_drop_order,
         problem=_loss_free_problem,
+        balance="a bias on the selection",
     ),
     "quantile": RouterFacts(
         "moe.routers.quantile.QuantileRouter",
@@ -205,6 +216,7 @@ ROUTERS: dict[str, RouterFacts] = {
         _COMMON | _UNBALANCED | _CAPACITY | {"score", "renormalize"},
         training=_by_drop_order,
         problem=_capacity_problem,
+        balance="a quantile of the last batch",
     ),
     "sinkhorn": RouterFacts(
         "moe.routers.sinkhorn.SinkhornRouter",
@@ -212,6 +224,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "Clark et al. 2022, arXiv 2202.01169",
         _COMMON | _UNBALANCED,
         training=_always("leaks"),
+        balance="Sinkhorn in training",
     ),
     "base": RouterFacts(
         "moe.routers.assignment.BaseAssignmentRouter",
@@ -220,6 +233,7 @@ ROUTERS: dict[str, RouterFacts] = {
         _COMMON,
         training=_always("leaks"),
         problem=_base_problem,
+        balance="the assignment itself, in training",
     ),
     "hash": RouterFacts(
         "moe.routers.hash.HashRouter",
@@ -227,6 +241,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "Roller et al. 2021, arXiv 2106.04426",
         frozenset({"route_scale"}),
         training=_always("causal"),
+        balance="the hash",
     ),
     "remoe": RouterFacts(
         "moe.routers.remoe.ReMoERouter",
@@ -234,6 +249,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "Wang et al. 2024, arXiv 2412.14711",
         _COMMON | {"l1_initial", "l1_multiplier", "forced_balance"},
         training=_always("causal"),
+        balance="an adaptive L1 that weighs busy experts more",
     ),
     "soft": RouterFacts(
         "moe.soft.SoftMoELayer",
@@ -242,6 +258,7 @@ ROUTERS: dict[str, RouterFacts] = {
         frozenset({"group", "chunk_length", "slots_per_expert"}),
         training=_by_group,
         static_shapes=True,
+        balance="equal slots",
     ),
     "dense": RouterFacts(
         "",
@@ -250,5 +267,6 @@ ROUTERS: dict[str, RouterFacts] = {
         frozenset(),
         training=_always("causal"),
         static_shapes=True,
+        balance="nothing to balance",
     ),
 }

@@ -79,8 +79,8 @@ class ReMoERouter(Router):
         """Adapt the weight of the L1 to the sparsity of all layers (eq. 9)."""
         remoe = [cast(ReMoERouter, router) for router in routers]
         config = remoe[0].config
-        active = sum(router.step_active for router in remoe)
-        aimed = sum(router.step_tokens for router in remoe) * config.experts_per_token
+        active = torch.stack([router.step_active for router in remoe]).sum()
+        aimed = torch.stack([router.step_tokens for router in remoe]).sum() * config.experts_per_token
         for router in remoe:
             router.l1_weight *= config.l1_multiplier ** torch.sign(active - aimed)
             router.after_step()
