@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe.config import MoEConfig
 from moe.groups import RoutingGroup, expert_choice_capacity
+from moe.routers.capped import capped_affinity
 from moe.routers.predictor import Predictor
 from moe.routers.selection import largest_per_row, top_k_distance, top_k_mask
 from moe.routers.threshold import ThresholdRouter
@@ -73,8 +74,6 @@ class ExpertChoiceRouter(ThresholdRouter):
         capacity = expert_choice_capacity(config, group)
         values_GEN = self._comparable(scores_TE, group, context)
         if config.expert_cap:
-            from moe.routers.capped import capped_affinity
-
             values_GEN = capped_affinity(values_GEN, capacity, config.expert_cap)
         index_GEC, kth_GE = largest_per_row(values_GEN, capacity)
         if context.mode == "train":

@@ -1,9 +1,12 @@
-"""Quantile balancing: a bias set, not nudged, to what would have balanced the last global batch.
+"""Quantile balancing: a bias that is set, not nudged, by the last global batch.
 
 A token takes the k largest of score - beta. With alpha the token's (k+1)-th largest such value, expert e is taken by
 exactly the tokens with score - alpha > beta_e: so the beta_e that gives it its share of N k / E tokens is the
 (N k / E + 1)-th largest of score - alpha. It is computed over each routing group, averaged over the step, and used
 from the next step on, which keeps routing causal. (As in Megatron-LM; combine weights are the plain scores.)
+
+Alpha depends on beta in turn, so a step is one round of an alternation and not its end: on one fixed batch the
+overload of the fullest expert shrinks to a few percent within ten steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Comparisons: one question each, from runs to tables."""
