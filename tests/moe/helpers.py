@@ -22,7 +22,8 @@ SMALL = ModelConfig(vocabulary_size=37, width=24, layers=3, heads=3, kv_heads=1,
 def make_router(width: int = 7, **moe: Any) -> Router:
     """A router with random weights and reset state."""
     router = build_router(MoEConfig(**moe), width)
-    nn.init.normal_(router.weight_ED)
+    for parameter in router.parameters():
+        nn.init.normal_(parameter)
     reset(router)
     return router
 

@@ -171,7 +171,14 @@ def test_which_orders_let_the_future_decide() -> None:
 
 @pytest.mark.parametrize(
     "factor, tokens, k, experts, expected",
-    [(1.5, 6, 1, 3, 3), (1.0, 5, 1, 3, 2), (1.1, 200, 1, 4, 55), (1.25, 7, 2, 6, 3), (0.01, 7, 1, 6, 1), (2, 0, 2, 6, 0)],
+    [
+        (1.5, 6, 1, 3, 3),
+        (1.0, 5, 1, 3, 2),
+        (1.1, 200, 1, 4, 55),
+        (1.25, 7, 2, 6, 3),
+        (0.01, 7, 1, 6, 1),
+        (2, 0, 2, 6, 0),
+    ],
 )
 def test_capacity_is_rounded_up_but_not_by_a_rounding_error(
     factor: float, tokens: int, k: int, experts: int, expected: int

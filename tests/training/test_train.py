@@ -59,6 +59,8 @@ def test_a_run_folder_holds_all_that_analysis_needs(run_train, tmp_path):
     assert [line["step"] for line in metrics if "val/loss" in line] == [7, 14, 20]
     assert "final/loss" in metrics[-1]
     records = run.routing_records()
+    assert [record["window_steps"] for record in records] == [3] * 6
+    assert [record["threshold_phase"] for record in records] == [False] * 5 + [True]
     assert [len(record["counts"]) for record in records] == [2] * 6
     assert records[0]["counts"][0] == [64, 64, 64, 64]  # 128 tokens x 2 / 4 experts: balanced by construction
     environment = json.loads((run.folder / "environment.json").read_text())
@@ -185,7 +187,14 @@ def test_a_profile_and_tensorboard_points_are_written(config_file, corpus, tmp_p
     assert "aten::mm" in traces[0].read_text()
     points = EventAccumulator(str(run / "tb"))
     points.Reload()
-    scalars = {"noncausal_loss", "gradient_norm", "max_violation", "val/bits_per_byte"}
+    scalars = {
+        "noncausal_loss",
+        "gradient_norm",
+        "max_violation",
+        "window_max_violation",
+        "margin",
+        "val/bits_per_byte",
+    }
     assert scalars <= set(points.Tags()["scalars"])
     assert [event.step for event in points.Scalars("val/loss")] == [7]
 
