@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -127,7 +127,7 @@ def build_layer(router: str, seed: int) -> nn.Module:
     return layer
 
 
-def train(layer: nn.Module, router: str, mixture: PlantedMixture, steps: int, seed: int) -> float:
+def train(layer: nn.Module, router: str, mixture: PlantedMixture, steps: int) -> float:
     """Train a layer on fresh batches; milliseconds of a step."""
     schedule = TrainingConfig(
         steps=steps,
@@ -145,7 +145,7 @@ def train(layer: nn.Module, router: str, mixture: PlantedMixture, steps: int, se
             group["lr"] = learning_rate(schedule, step)
         start = time.perf_counter()
         context = RoutingContext(
-            ROWS, LENGTH, mode="train", threshold_phase=step >= threshold_step, seed=seed, step=step
+            ROWS, LENGTH, mode="train", threshold_phase=step >= threshold_step, seed=mixture.seed, step=step
         )
         F.mse_loss(forward(layer, router, batch, context), batch.target_BSD).backward()
         optimizer.step()
@@ -205,23 +205,34 @@ def compare(
     Raises:
         ValueError: if a layer's error is not a number.
     """
-    scores = []
-    for kind in kinds:
-        for seed in range(seeds):
-            mixture = PlantedMixture(CLUSTERS, VOCABULARY, WIDTH, kind, seed)
-            oracle_error = math.nan
-            for router in (ORACLE, *routers):
-                say(f"{kind}, seed {seed}: {router}")
-                layer = build_layer(router, seed)
-                step_milliseconds = train(layer, router, mixture, steps, seed)
-                error, measures = heldout(layer, router, mixture)
-                if not math.isfinite(error):
-                    raise ValueError(f"{router} diverged ({kind}, seed {seed}): its held-out error is {error}")
-                if router == ORACLE:
-                    oracle_error = error
-                regret = error - oracle_error
-                scores.append(Score(kind, router, seed, error, regret, step_milliseconds, **measures))
-    return scores
+    threads = torch.get_num_threads()
+    # A second thread gains nothing in so small a layer, and waiting for it is slow where cores are shared.
+    torch.set_num_threads(1)
+    try:
+        return [
+            score
+            for kind in kinds
+            for seed in range(seeds)
+            for score in _compare_on(PlantedMixture(CLUSTERS, VOCABULARY, WIDTH, kind, seed), routers, steps, say)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compare_on(
+    mixture: PlantedMixture, routers: Sequence[str], steps: int, say: Callable[[str], None]
+) -> Iterator[Score]:
+    oracle_error = math.nan
+    for router in (ORACLE, *routers):
+        say(f"{mixture.kind}, seed {mixture.seed}: {router}")
+        layer = build_layer(router, mixture.seed)
+        step_milliseconds = train(layer, router, mixture, steps)
+        error, measures = heldout(layer, router, mixture)
+        if not math.isfinite(error):
+            raise ValueError(f"{router} diverged ({mixture.kind}, seed {mixture.seed}): its held-out error is {error}")
+        if router == ORACLE:
+            oracle_error = error
+        yield Score(mixture.kind, router, mixture.seed, error, error - oracle_error, step_milliseconds, **measures)
 
 
 COLUMNS = {
@@ -268,7 +279,7 @@ def cells(entry: dict[str, Any]) -> list[str]:
             row.append("-")
             continue
         mean, deviation = entry[measure]
-        digits = 1 if measure == "step_milliseconds" else 3
+        digits = 1 if measure == "step_milliseconds" else 2
         row.append(f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}"))
     return row
 
@@ -305,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = {kind: summarise(scores, kind) for kind in kinds}
     for kind, entries in summary.items():
         table = Table(title=f"clusters by {kind}", title_justify="left")
-        table.add_column("router")
+        table.add_column("router", no_wrap=True)
         for heading in COLUMNS.values():
             table.add_column(heading, justify="right")
         for entry in entries:

@@ -52,8 +52,10 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher()
 
     def forward(self, x_BSD: Tensor, context: RoutingContext) -> Tensor:
-        """(B, S, D) -> (B, S, D), without the residual connection."""
+        """(B, S, D) -> (B, S, D), without the residual connection; 0 at padding."""
         x_TD = x_BSD.flatten(0, 1)
+        if context.valid_T is not None:  # padding may hold anything, and 0 times the gradient of a NaN is a NaN
+            x_TD = torch.where(context.valid_T[:, None], x_TD, 0.0)
         replayed = recomputing() and self.index in context.decisions
         routing = self.router(x_TD, context)
         if context.observe is not None and not replayed:

@@ -270,6 +270,9 @@ class _AttachLoss(torch.autograd.Function):
     def forward(ctx: Any, activation: Tensor, loss: Tensor) -> Tensor:
         """Hand the activation through."""
         ctx.save_for_backward(loss)
+        if torch.compiler.is_compiling():
+            # A view of a compiled graph's input is made outside the graph, where nobody would start the loss' gradient.
+            return activation.clone()
         return activation.view_as(activation)
 
     @staticmethod

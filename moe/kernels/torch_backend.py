@@ -62,6 +62,8 @@ class Groups:
 def _suits_grouped_mm(*operands: Tensor) -> bool:
     return all(
         operand.dtype != torch.float64
+        # Compiled, torch 2.13 knows the shapes of bf16 products only; the loop then leaves the graph.
+        and (operand.dtype == torch.bfloat16 or not torch.compiler.is_compiling())
         and min(operand.shape[-2:]) > 1  # the stride of a dimension of size 1 says nothing
         and all(stride * operand.element_size() % 16 == 0 for stride in operand.stride() if stride > 1)
         for operand in operands

@@ -11,28 +11,24 @@ _MAXIMA_UP_TO = 8
 def largest_per_row(values_XN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Indices of the `count` largest values along the last dimension, in rising order of index.
 
-    `torch.topk` does not say which of equal values it returns; here the lowest indices are kept. All shapes are
-    static and nothing synchronises with the host.
+    `torch.topk` does not say which of equal values it returns; here the lowest indices are kept, because no two keys
+    are equal: the value's bits, ordered as the values are, above the index from the end. All shapes are static and
+    nothing synchronises with the host.
 
     Args:
-        values_XN: finite values or -inf, any leading shape X.
+        values_XN: fp32, finite or -inf, any leading shape X. Where NaN ranks is not defined.
         count: how many, at most N.
 
     Returns:
         (index_XC int64, kth_X: the smallest value kept).
     """
-    kth_X1 = values_XN.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above_XN = values_XN > kth_X1
-    tied_XN = values_XN == kth_X1
-    room_X1 = count - above_XN.sum(-1, keepdim=True)
-    kept_XN = above_XN | (tied_XN & (tied_XN.cumsum(-1) <= room_X1))
-    # The running count of kept entries is each one's slot; the others go to a spare slot that is cut off.
-    slot_XN = torch.where(kept_XN, kept_XN.cumsum(-1) - 1, count)
-    index_N = torch.arange(values_XN.shape[-1], device=values_XN.device)
-    # Zeros, not empty: NaN compares with nothing, and its row must still hold indices that exist.
-    index_XC = slot_XN.new_zeros((*values_XN.shape[:-1], count + 1))
-    index_XC.scatter_(-1, slot_XN, index_N.expand_as(slot_XN))
-    return index_XC[..., :count], kth_X1.squeeze(-1)
+    size = values_XN.shape[-1]
+    bits_XN = (values_XN + 0.0).view(torch.int32)  # the sum makes one zero of two
+    ordered_XN = bits_XN ^ ((bits_XN >> 31) & 0x7FFFFFFF)  # negative floats fall as their bits rise
+    from_end_N = torch.arange(size - 1, -1, -1, device=values_XN.device)
+    key_XN = (ordered_XN.long() << 32) | from_end_N
+    index_XC = key_XN.topk(count, dim=-1, sorted=False).indices.sort(-1).values
+    return index_XC, values_XN.gather(-1, index_XC).amin(-1)
 
 
 def top_k_mask(values_TE: Tensor, k: int) -> Tensor:

@@ -69,5 +69,5 @@ class TokenChoiceRouter(Router):
 def renormalized(scores_TE: Tensor, chosen_TE: Tensor) -> Tensor:
     """Scores divided by the sum of the token's chosen ones."""
     total_T1 = torch.where(chosen_TE, scores_TE, 0.0).sum(-1, keepdim=True)
-    # Sigmoid scores can all underflow; the smallest normal number keeps 0/0 away without moving any other.
-    return scores_TE / total_T1.clamp_min(torch.finfo(torch.float32).tiny)
+    # Sigmoid scores can all underflow. Not the smallest number either: its inverse, times a gradient, is infinite.
+    return scores_TE / total_T1.clamp_min(1e-20)
