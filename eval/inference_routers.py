@@ -341,7 +341,7 @@ def _routing(recorder: RoutingRecorder) -> dict[str, Any]:
     for key in ("experts_per_token", "zero_expert_fraction", "max_violation"):
         values = [layer[key] for layer in layers]
         means[key] = None if not values or None in values else math.fsum(values) / len(values)
-    return {**means, "layers": layers}
+    return {**means, "dropped_fraction": recorder.dropped_fraction, "layers": layers}
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def _scores(report: dict[str, Any]) -> Table:
         )
 
     rows = [row(name, lambda s, name=name: s["domains"][name]) for name in model["domains"]]
-    in_nats = ", ".join(f"{key} {scores[key]['total']['nats_per_token']:.4f}" for key in ("model", "bigram", "unigram"))
+    nats = {key: _number(scores[key]["total"]["nats_per_token"], 4) for key in ("model", "bigram", "unigram")}
+    in_nats = ", ".join(f"{key} {value}" for key, value in nats.items())
+    infinite = " inf: some token was given the probability 0." if "inf" in nats.values() else ""
     means = [scores[key]["mean_over_domains_bits_per_byte"] for key in ("model", "bigram", "unigram")]
     rows.append(row("all bytes (total)", lambda s: s["total"]))
     rows.append(("all domains alike (mean)", *(_number(mean, 4) for mean in means), "", "", ""))
@@ -78,13 +80,18 @@ def _scores(report: dict[str, Any]) -> Table:
         rows,
         f"About {report['heldout_tokens_per_domain_limit']:,} held-out tokens of a domain, or all. Unigram and bigram "
         f"(Kneser-Ney) are fitted on the windows of the {report['tokens_consumed']:,} tokens that the run consumed. "
-        f"Lower is better. In nats a token, over all: {in_nats}.",
+        f"Lower is better. In nats a token, over all: {in_nats}.{infinite}",
     )
 
 
 def _noncausal(report: dict[str, Any]) -> Table:
     noncausal, total = report["noncausal"], report["scores"]["model"]["total"]
-    skipped = ""
+    dropped = skipped = ""
+    if noncausal["dropped_fraction"]:
+        dropped = (
+            f" The training router dropped {_percent(noncausal['dropped_fraction'])} of what tokens asked for; causal "
+            "routing drops nothing."
+        )
     if noncausal["skipped_rows"]:
         skipped = (
             f" {noncausal['skipped_rows']} rows ({noncausal['skipped_tokens']:,} tokens) that hold padding or do "
@@ -98,7 +105,7 @@ def _noncausal(report: dict[str, Any]) -> Table:
             ("causal, for comparison", *_two(total)),
         ],
         "The difference is what the router learns from later tokens together with the mismatch between the two "
-        f"routers; it is not the leak alone.{skipped}",
+        f"routers; it is not the leak alone.{dropped}{skipped}",
     )
 
 

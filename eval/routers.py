@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from data.atomic import write_atomically
+from eval.calibration import PREDICTOR_STEPS
 from eval.command import run_command
 from eval.inference_routers import AS_TRAINED, PREDICTOR, RECALIBRATED, compute
 from eval.report_tables import MISSING, Table
@@ -52,12 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tokens", type=int, help="held-out tokens of each domain to score (default: the run's final_tokens)"
     )
     parser.add_argument("--rows", type=int, default=4, help="windows on which generation is checked (default 4)")
+    parser.add_argument(
+        "--predictor-steps",
+        type=int,
+        default=PREDICTOR_STEPS,
+        help=f"steps of a predictor that the run did not train (default {PREDICTOR_STEPS})",
+    )
     options = parser.parse_args(arguments)
     # A pipe has no width; 80 columns would cut the table.
     console = Console() if sys.stdout.isatty() else Console(width=120)
     run = Run.open(options.run)
     with console.status("opening") as status:
-        report = compute(run, options.tokens, options.rows, progress=status.update)
+        report = compute(run, options.tokens, options.rows, options.predictor_steps, status.update)
     found = table(report)
     written = write(run, report, found)
     console.print(_rich(found))
@@ -134,6 +141,8 @@ def notes(report: dict[str, Any]) -> list[str]:
             f"and compared on these; {row['windows_left_out']:,} are left out. No generation parity: "
             f"{row['parity']['reason']}."
         )
+        if row["dropped_fraction"]:
+            found[-1] += f" It dropped {row['dropped_fraction']:.1%} of what tokens asked for; no other row drops any."
     if RECALIBRATED in rows:
         share = report["experts_per_token_configured"] / report["experts"]
         found.append(

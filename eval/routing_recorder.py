@@ -27,6 +27,8 @@ class LayerRecord:
         tokens_R: int64, valid tokens of each row.
         zero_R: int64, of these, tokens without any expert.
         near: (token, expert) decisions within the tolerance of going the other way.
+        asked: assignments that tokens asked for.
+        dropped: of these, the ones that a capacity left no place for.
     """
 
     fan_out: np.ndarray
@@ -34,6 +36,8 @@ class LayerRecord:
     tokens_R: list[np.ndarray] = field(default_factory=list)
     zero_R: list[np.ndarray] = field(default_factory=list)
     near: int = 0
+    asked: int = 0
+    dropped: int = 0
 
 
 class RoutingRecorder:
@@ -92,8 +96,17 @@ class RoutingRecorder:
         record.tokens_R.append(_numpy(valid_T.view(self._rows, -1).sum(1)))
         record.zero_R.append(_numpy(((fan_out_T == 0) & valid_T).view(self._rows, -1).sum(1)))
         record.fan_out = record.fan_out + _numpy(torch.bincount(fan_out_T[valid_T], minlength=experts + 1))
+        dropped = int(routing.dropped())
+        record.dropped += dropped
+        record.asked += int(fan_out_T.sum()) + dropped
         distance_TE = self._model_layers[layer].router.decision_distance(routing)
         record.near += int(((distance_TE <= self._tolerance) & valid_T[:, None]).sum())
+
+    @property
+    def dropped_fraction(self) -> float:
+        """Share of the assignments asked for, over all layers, that a capacity left no place for."""
+        asked = sum(record.asked for record in self.layers.values())
+        return sum(record.dropped for record in self.layers.values()) / max(1, asked)
 
     def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """(counts_RE, domain_R) of the rows that hold a valid token."""

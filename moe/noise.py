@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from moe.routing import RoutingContext
 
+# Uses of noise within one layer, told apart by a number.
+PURPOSES = {"jitter": 1, "noisy top-k": 2, "second expert": 3}
+
 
 def uniform(context: RoutingContext, layer: int, purpose: str, numbers: int, device: torch.device) -> Tensor:
     """fp32 (T, numbers) in (0, 1); a token's row does not depend on which other tokens share its pass.
 
-    A counter is scrambled by SplitMix64's finaliser (Steele et al. 2014, "Fast splittable pseudorandom number
-    generators"), once for the token and once for the number, in integer arithmetic: equal on every device.
+    SplitMix64's finaliser (Steele et al. 2014, "Fast splittable pseudorandom number generators") scrambles seed, step,
+    layer, purpose, token and number, one after the other, in integer arithmetic: equal on every device. The first
+    four are tensors too, so that torch.compile neither stops at them nor compiles anew for every step.
 
     Args:
         context: seed, step, and the number of the pass' first token in the step.
         layer: number of the block.
-        purpose: tells the uses within one layer apart.
+        purpose: one of `PURPOSES`.
         numbers: how many for each token.
         device: where to.
     """
-    digest = hashlib.sha256(repr((context.seed, context.step, layer, purpose)).encode()).digest()
-    key = int.from_bytes(digest[:8], "little", signed=True)
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    for part in (context.seed, context.step, layer, PURPOSES[purpose]):
+        key = _mix(key + part)
     token_T1 = torch.arange(context.num_tokens, device=device)[:, None] + context.first_token
-    return _unit(_mix(_mix(token_T1 + key) + torch.arange(numbers, device=device)))
+    return _unit(_mix(_mix(key + token_T1) + torch.arange(numbers, device=device)))
 
 
 def normal(context: RoutingContext, layer: int, purpose: str, numbers: int, device: torch.device) -> Tensor:

@@ -31,6 +31,13 @@ SHORTENED = {
     "eval.report": ["--tokens", "512"],
     "eval.generate": ["--new-tokens", "4"],
     "eval.parity": ["--rows", "1"],
+    "eval.causality runs/": ["--canary-steps", "20", "--pairs", "2"],
+    "eval.causality configs/": [],
+    "eval.routers": ["--tokens", "512", "--rows", "1", "--predictor-steps", "5"],
+    "moe.routers": [],
+    "ablations.planted": ["--routers", "token_choice", "--kinds", "id", "--seeds", "1", "--steps", "3"],
+    "benchmarks.routing": ["--repeats", "1", "--tokens", "64", "--width", "16"],
+    "benchmarks.telemetry": ["--repeats", "1"],
     "benchmarks.train_step --peer": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
     "benchmarks.train_step": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
 }
@@ -58,7 +65,8 @@ def test_the_set_up_lines_are_those_of_the_makefile():
 
 @pytest.mark.timeout(400)
 def test_every_command_runs(tmp_path):
-    for entry in ("train.py", "configs", "moe", "data", "training", "eval", "benchmarks", "constraints.txt"):
+    rooms = ("configs", "moe", "data", "training", "eval", "ablations", "benchmarks")
+    for entry in ("train.py", "constraints.txt", *rooms):
         (tmp_path / entry).symlink_to(ROOT / entry)
     (tmp_path / "notes").mkdir()
     for number in range(6):

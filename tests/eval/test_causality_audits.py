@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,14 @@ def test_the_verdicts_of_every_router_and_policy(preset: Preset) -> None:
 def test_every_router_of_the_registry_is_in_the_table() -> None:
     assert {preset.router for preset in PRESETS} == set(ROUTERS)
     assert [(preset.router, preset.policy) for preset in PRESETS] == list(EXPECTED)
+
+
+def test_the_readme_shows_the_verdicts_that_are_measured() -> None:
+    lines = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index("| router | policy | training | evaluation | A1 leaks | A2 changes |") + 2
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in lines[start : start + len(EXPECTED)]]
+    assert {(router, policy): (training, served) for router, policy, training, served in rows} == EXPECTED
+    assert not lines[start + len(EXPECTED)].startswith("|")
 
 
 def test_the_table_is_markdown_and_names_a_declaration_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ def recomputed(model: Transformer, prompt: list[int], new_tokens: int) -> list[i
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_greedy_equals_full_recomputation_in_one_batch_and_alone(router: str) -> None:
+    """H04, H05: prompts of 1, 7 and 31 tokens, 20 new ones."""
     model = small_model(router)
     together = generate(model, PROMPTS, 20)
     for prompt, continuation in zip(PROMPTS, together, strict=True):
@@ -34,11 +35,13 @@ def test_greedy_equals_full_recomputation_in_one_batch_and_alone(router: str) ->
 
 @pytest.mark.parametrize("chunk", [1, 4, 31])
 def test_the_prompt_may_be_fed_in_chunks(chunk: int) -> None:
+    """H04."""
     model = small_model()
     assert generate(model, PROMPTS, 9, prefill_chunk=chunk) == generate(model, PROMPTS, 9)
 
 
 def test_cached_logits_equal_uncached_ones_up_to_the_last_slot() -> None:
+    """H04, H05: within 1e-4."""
     model = small_model()
     token_BS, valid_BS = pad_left(PROMPTS, torch.device("cpu"))
     cache = KeyValueCache(model.config, 3, 31, torch.float32, torch.device("cpu"))
@@ -50,6 +53,7 @@ def test_cached_logits_equal_uncached_ones_up_to_the_last_slot() -> None:
 
 
 def test_the_causal_router_is_used_not_the_training_router() -> None:
+    """H02: generation takes the causal variant."""
     model = small_model("expert_choice")
     seen: list[int | None] = []
     for layer in model.moe_layers():
@@ -60,6 +64,7 @@ def test_the_causal_router_is_used_not_the_training_router() -> None:
 
 @pytest.mark.parametrize("router", ["expert_choice", "token_choice"])
 def test_a_sampled_row_does_not_depend_on_the_others(router: str) -> None:
+    """H01, H05."""
     model = small_model(router)
     options = {"new_tokens": 15, "temperature": 1.0, "top_p": 0.95}
     together = generate(model, PROMPTS, **options)
@@ -77,6 +82,7 @@ def test_seeds() -> None:
 
 
 def test_a_row_that_stops_stays_as_it_is_and_disturbs_nobody() -> None:
+    """H05."""
     model = small_model()
     free = generate(model, PROMPTS, 12)
     stop = free[1][4]

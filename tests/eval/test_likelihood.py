@@ -23,6 +23,7 @@ def nats_of(model: Transformer, batch: HeldoutBatch, mode: str = "causal") -> np
 
 
 def test_parts_are_summed_before_they_are_divided() -> None:
+    """H07: neither a mean of means nor one of perplexities."""
     both = Likelihood(0.0, 2, 5) + Likelihood(math.log(10), 1, 1)
     assert both.perplexity == pytest.approx(10 ** (1 / 3))  # not the mean of perplexities, 5.5
     assert both.nats_per_token == pytest.approx(math.log(10) / 3)
@@ -51,6 +52,7 @@ def test_the_value_is_minus_the_log_probability_of_each_label(router: str) -> No
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("left", [False, True])
 def test_batch_size_and_padding_change_nothing(router: str, left: bool) -> None:
+    """H07, H01: batches of 1, 2 and 8, padding on either side."""
     model = small_model(router)
     documents = [random_text(1, length, seed=length)[0] for length in (4, 10, 6, 3, 9)]
     alone = sum(evaluate_windows(model, [window("a", [d], len(d) - 1)], BYTES).total.nats for d in documents)
@@ -77,6 +79,7 @@ def test_a_document_mask_scores_packed_documents_as_if_apart(router: str) -> Non
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_later_tokens_and_other_rows_change_no_causal_value(router: str) -> None:
+    """H02, H01: to the last bit."""
     model = small_model(router)
     text = random_text(4, 13)
     changed = text.clone()
@@ -88,6 +91,7 @@ def test_later_tokens_and_other_rows_change_no_causal_value(router: str) -> None
 
 
 def test_the_training_router_of_expert_choice_is_not_causal_and_says_so() -> None:
+    """H02: measured, through the name of its mode."""
     model = small_model("expert_choice", group="flat")
     text = random_text(4, 13)
     changed = text.clone()
@@ -135,6 +139,7 @@ def test_markers_count_as_tokens_and_not_as_bytes() -> None:
 
 
 def test_long_sums_stay_exact() -> None:
+    """H07: a million tokens."""
     value = np.float32(1.1)
     rows = window("a", list(random_text(10, 100_001)), 100_000)
     scores = score([rows], lambda batch: np.full(batch.label_BS.shape, value, dtype=np.float64), BYTES)
@@ -142,6 +147,7 @@ def test_long_sums_stay_exact() -> None:
 
 
 def test_overflow_is_infinite_and_not_an_accident() -> None:
+    """H07: loss 800 has perplexity inf."""
     assert Likelihood(800.0, 1, 1).perplexity == math.inf
     rows = window("a", [random_text(1, 4)[0]], 3)
     scores = score([rows], lambda batch: np.array([[1.0, np.inf, 2.0]]), BYTES)
@@ -149,6 +155,7 @@ def test_overflow_is_infinite_and_not_an_accident() -> None:
 
 
 def test_nothing_and_nan_are_errors() -> None:
+    """H07: an empty set is an error and not NaN."""
     rows = window("a", [random_text(1, 4)[0]], 3)
     with pytest.raises(ValueError, match="no held-out token"):
         evaluate_windows(small_model(), [], BYTES)

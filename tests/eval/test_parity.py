@@ -13,6 +13,7 @@ from tests.eval.small_models import ROUTERS, random_text, small_model
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_every_way_of_feeding_agrees(router: str, backend: str) -> None:
+    """H01, H04, H05: logits within 1e-4 and the same routes."""
     model = small_model(router, backend=backend)
     results = check_parity(model, random_text(3, 11))
     assert [result.way for result in results] == ["token by token", "in chunks", "row by row", "padded on the left"]

@@ -55,6 +55,7 @@ def test_baselines_are_fitted_on_what_the_run_consumed(small_run: Run, computed:
 
 
 def test_the_noncausal_figure_stands_apart_and_says_what_it_is(computed: dict[str, Any]) -> None:
+    """H02."""
     assert "never a result" in computed["noncausal"]["warning"]
     board, noncausal, *_ = tables(computed)
     assert "causal routing" in board.title and "noncausal" not in str(board)

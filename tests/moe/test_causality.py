@@ -140,7 +140,7 @@ def test_causal_mode_is_independent_of_the_batch(name: str) -> None:
 
 
 def test_position_groups_depend_on_the_batch_and_that_is_documented() -> None:
-    """A2 bites: causal is not the same as independent; other rows of the group change a row's routes."""
+    """H02, A2 bites: causal is not the same as independent; other rows of the group change a row's routes."""
     model = build("expert choice, position")
     token_BS = torch.randint(37, (B, S))
     other_BS = token_BS.clone()

@@ -124,12 +124,12 @@ def test_counts_move_the_biases(update: str, counts: list[int], expected: list[f
     assert router.bias_E.tolist() == pytest.approx([0.001 * value for value in expected], abs=1e-9)
 
 
-def test_an_exactly_even_load_moves_nothing_even_where_its_mean_is_no_number_of_fp32() -> None:
-    """A11: 2^24 + 1 to each of three experts; fp32 rounds that, and a mean in fp32 would differ from it."""
+def test_one_token_in_millions_is_seen() -> None:
+    """A11: 2^25 + 1, 2^25 and 2^25 - 1 are one and the same number in fp32."""
     router = loss_free(num_experts=3, experts_per_token=1)
-    router.step_load_E += 2**24 + 1
+    router.step_load_E += 2**25 + torch.tensor([1, 0, -1])
     router.after_step()
-    assert router.bias_E.eq(0).all()
+    assert router.bias_E.tolist() == pytest.approx([-0.001, 0, 0.001], abs=1e-9)
 
 
 def test_biases_keep_a_mean_of_zero() -> None:

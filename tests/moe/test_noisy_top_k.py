@@ -83,7 +83,7 @@ def test_outside_training_the_clean_logits_decide(mode: Any) -> None:
 
 
 def test_gates_are_the_softmax_over_the_chosen_logits() -> None:
-    """Logits [2, 1, 0, -1], k = 2: 0.73106 and 0.26894."""
+    """A09: logits [2, 1, 0, -1], k = 2: 0.73106 and 0.26894."""
     router = make_router(4, **noisy(num_experts=4))
     with torch.no_grad():
         router.weight_ED.copy_(torch.diag(torch.tensor([2.0, 1.0, 0.0, -1.0])))

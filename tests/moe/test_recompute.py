@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe.layer import MoELayer
+from moe.routers import ROUTERS as REGISTRY
 from moe.routing import Routing, RoutingContext
 from tests.moe.helpers import gradients, make_layer, pairs, relative_error
 
@@ -20,6 +21,24 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "threshold": {"router": "threshold", "z_coefficient": 0.01},
     "expert choice": {"router": "expert_choice", "z_coefficient": 0.01},
     "expert choice, position": {"router": "expert_choice", "group": "position", "group_sequences": 4},
+    "expert choice with a predictor": {"router": "expert_choice", "predictor_coefficient": 0.1},
+    "capped expert choice": {"router": "expert_choice", "expert_cap": 3},
+    "mixture of depths": {
+        "router": "mixture_of_depths",
+        "num_experts": 1,
+        "experts_per_token": 1,
+        "predictor_coefficient": 0.1,
+    },
+    "jittered token choice": {"router": "token_choice", "jitter": 0.1, "balance_coefficient": 0.01},
+    "forced balance": {"router": "token_choice", "forced_balance": True},
+    "noisy top-k": {"router": "noisy_top_k", "load_coefficient": 0.1, "importance_coefficient": 0.1},
+    "gshard with capacity": {"router": "gshard", "capacity_factor": 1.0, "drop_order": "choice"},
+    "loss-free": {"router": "loss_free", "renormalize": True, "expert_groups": 4, "expert_groups_kept": 2},
+    "quantile": {"router": "quantile", "mutual_information_coefficient": 0.01},
+    "sinkhorn": {"router": "sinkhorn", "balance_coefficient": 0.01, "balance_scope": "global"},
+    "base": {"router": "base", "experts_per_token": 1, "orthogonality_coefficient": 0.01},
+    "hash": {"router": "hash"},
+    "remoe": {"router": "remoe", "l1_initial": 0.1},
 }
 
 
@@ -29,31 +48,37 @@ def build(name: str, **more: Any) -> MoELayer:
 
 
 def run(layer: MoELayer, x_BSD: Tensor, recompute: bool) -> tuple[dict[str, Tensor], list[Routing]]:
-    """Forward and backward; everything that came out, and the routings in the order they were made."""
+    """Forward and backward; everything that came out or was recorded, and the routings in the order they were made."""
     layer.zero_grad()
     x_BSD, seen = x_BSD.detach().clone().requires_grad_(), []
     context = RoutingContext(*x_BSD.shape[:2], mode="train", observe=lambda _, routing: seen.append(routing))
+    context.token_BS = torch.arange(context.num_tokens).view(x_BSD.shape[:2]) % 11
     y_BSD = checkpoint(layer, x_BSD, context, use_reentrant=False) if recompute else layer(x_BSD, context)
     (y_BSD * torch.linspace(0.5, 2, D)).sum().backward()
-    return gradients(layer) | {"x": x_BSD.grad, "y": y_BSD.detach()}, seen
+    recorded = {f"recorded {name}": buffer.clone() for name, buffer in layer.named_buffers()}
+    return gradients(layer) | {"x": x_BSD.grad, "y": y_BSD.detach()} | context.auxiliary | recorded, seen
+
+
+def test_every_router_is_tried() -> None:
+    """The soft mixture, which has no routing to replay, has its own test."""
+    assert {moe["router"] for moe in ROUTERS.values()} == set(REGISTRY) - {"dense", "soft"}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_recompute_gives_bit_equal_gradients(backend: str, name: str, tied: bool) -> None:
-    """A12: with distinct rows and with 64 identical ones, where every choice is a tie."""
+def test_recompute_gives_bit_equal_gradients_and_records_once(backend: str, name: str, tied: bool) -> None:
+    """A11, A12: with distinct rows and with 64 identical ones, where every choice is a tie."""
     layer = build(name, backend=backend)
     x_BSD = torch.randn(1, 1, D).expand(4, 16, D) if tied else torch.randn(4, 16, D)
     if hasattr(layer.router, "cutoff_E"):  # some experts take all of the equal rows, some none
-        layer.router.cutoff_E.copy_(
-            layer.router(x_BSD[0, :1], RoutingContext(1, 1)).scores_TE[0] * torch.tensor([0.5, 2] * 4)
-        )
+        scores_E = layer.router(x_BSD[0, :1], RoutingContext(1, 1)).scores_TE[0]
+        layer.router.cutoff_E.copy_(scores_E * torch.tensor([0.5, 2] * 4)[: len(scores_E)])
     plain, _ = run(layer, x_BSD, recompute=False)
+    layer.router.forget_step()
     recomputed, seen = run(layer, x_BSD, recompute=True)
-    for key, value in plain.items():
-        assert value.equal(recomputed[key]), key
-    assert len(seen) == 1 and pairs(seen[0]), "an observer is shown each pass once"
+    assert [key for key, value in plain.items() if not value.equal(recomputed[key])] == []
+    assert len(seen) == 1 and (pairs(seen[0]) or name == "remoe"), "an observer is shown each pass once"
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -138,7 +138,7 @@ def test_all_layers_of_a_model_keep_one_weight() -> None:
 
 
 def test_it_settles_near_k_experts_a_token() -> None:
-    """Two layers whose loss wants every R to be 1, and so all six experts (4 after 20 steps): the L1 brings their mean to 2."""
+    """Two layers whose loss wants every R to be 1, and so all six experts: the L1 brings their mean to 2."""
     routers = [make_router(12, **remoe(l1_initial=0.001)) for _ in range(2)]
     parameters = [parameter for router in routers for parameter in router.parameters()]
     optimizer, experts = torch.optim.SGD(parameters, lr=0.1), []

@@ -7,7 +7,7 @@ from moe.routers.__main__ import listing
 
 
 def test_every_router_has_a_row_and_leaking_settings_have_one_of_their_own() -> None:
-    """Drop orders and groups change what routing depends on, so they are listed apart."""
+    """H02: drop orders and groups change what routing depends on, so they are listed apart."""
     names, training, served, static, _, _ = (list(column.cells) for column in listing().columns)
     assert [name for name in names if not str(name).startswith(" ")] == list(ROUTERS)
     rows = dict(zip([str(name) for name in names], training, strict=False))
