@@ -92,7 +92,8 @@ def measure(router: str, dtype: torch.dtype, options: argparse.Namespace) -> dic
     def whole() -> Tensor:
         batch, length = x_BSD.shape[:2]
         context = RoutingContext(batch, length, mode="train", token_BS=torch.zeros(batch, length).long())
-        context.observe = lambda _, routing: seen.append(routing)
+        if not seen:  # later ones must not be kept: their memory would have to be found anew in every pass
+            context.observe = lambda _, routing: seen.append(routing)
         return layer(x_BSD, context)
 
     whole()
