@@ -240,9 +240,9 @@ class MoEConfig:
         return self.depth_capacity if self.router == "mixture_of_depths" else self.experts_per_token
 
     @property
-    def active_width(self) -> int:
-        """Hidden units that one token passes in a mixture layer: the width of the dense twin's feed-forward."""
-        return round(self.assignments_per_token * self.expert_width) + self.shared_width
+    def dense_width(self) -> int:
+        """Hidden width of the dense twin's feed-forward: the experts of one token together, and the shared one."""
+        return self.experts_per_token * self.expert_width + self.shared_width
 
     def __post_init__(self) -> None:
         require_choices("moe", self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe.config import ModelConfig, MoEConfig, is_moe_layer
+from moe.groups import RoutingGroup
 
 
 def forward_flops_per_token(model: ModelConfig, moe: MoEConfig, sequence_length: int) -> int:
@@ -13,22 +14,34 @@ def forward_flops_per_token(model: ModelConfig, moe: MoEConfig, sequence_length:
 
     Args:
         model: the transformer.
-        moe: the experts; a token passes `experts_per_token` of them on average.
+        moe: the experts; a token passes `assignments_per_token` of them on average.
         sequence_length: S.
     """
     query_width = model.heads * model.resolved_head_dim
     kv_width = model.resolved_kv_heads * model.resolved_head_dim
     projections = model.width * (2 * query_width + 2 * kv_width)
     attention = sequence_length * query_width  # scores and values, S/2 keys each
-    layers = 0
+    layers: float = 0
     for index in range(model.layers):
         if is_moe_layer(model, index):
-            feed_forward = 3 * model.width * moe.active_width
-            layers += feed_forward + (model.width * moe.num_experts if moe.is_moe else 0)
+            layers += _mixture(model.width, moe, sequence_length)
         else:
-            layers += 3 * model.width * (model.feed_forward_width or moe.active_width)
+            layers += 3 * model.width * (model.feed_forward_width or moe.dense_width)
     head = model.width * model.vocabulary_size
-    return 2 * (model.layers * (projections + attention) + layers + head)
+    return round(2 * (model.layers * (projections + attention) + layers + head))
+
+
+def _mixture(width: int, moe: MoEConfig, sequence_length: int) -> float:
+    """Multiply-adds of one token in a mixture layer, or in the dense twin's feed-forward."""
+    shared = 3 * width * moe.shared_width
+    if not moe.is_moe:
+        return 3 * width * moe.dense_width
+    if moe.router == "soft":  # affinities, mixing and unmixing; experts work on slots, which the group's tokens share
+        slots = moe.num_experts * moe.slots_per_expert
+        group = RoutingGroup(moe.group, moe.group_sequences, max(1, sequence_length), moe.chunk_length)
+        return 3 * width * slots + 3 * width * moe.expert_width * slots / group.tokens + shared
+    routers = {"hash": 0, "noisy_top_k": 2}.get(moe.router, 1) + (moe.predictor_coefficient > 0)
+    return 3 * width * moe.assignments_per_token * moe.expert_width + shared + width * moe.num_experts * routers
 
 
 def training_flops_per_token(model: ModelConfig, moe: MoEConfig, sequence_length: int) -> int:

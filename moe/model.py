@@ -27,9 +27,9 @@ class Block(nn.Module):
             mixture = SoftMoELayer if moe.router == "soft" else MoELayer
             self.feed_forward = mixture(moe, model.width, index)
         else:
-            dense_width = model.feed_forward_width or moe.active_width
+            dense_width = model.feed_forward_width or moe.dense_width
             twin = is_moe_layer(model, index)  # where the mixture model has experts, its dense twin matches their width
-            self.feed_forward = FeedForward(model.width, moe.active_width if twin else dense_width)
+            self.feed_forward = FeedForward(model.width, moe.dense_width if twin else dense_width)
 
     def forward(
         self,

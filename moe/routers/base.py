@@ -19,8 +19,8 @@ class Router(nn.Module):
     Buffers named `step_...` are sums over the tokens of the current optimizer step: zero between steps, never in
     checkpoints, and simply added up where several processes share a step.
 
-    A NaN or infinite logit makes the token's scores NaN. Which experts it then gets is unspecified, but exists; the
-    NaN goes on to the loss, where the training step refuses it.
+    A NaN or infinite logit makes the token's scores NaN. Which experts it then gets is unspecified, but they exist, and
+    the output is NaN where one takes it; a training step whose gradient is not finite is refused.
 
     Attributes:
         layer: number of the transformer block.

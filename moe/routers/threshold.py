@@ -69,17 +69,28 @@ class ThresholdRouter(Router):
         Args:
             scores_TE: fp32 scores.
             context: shape of the batch and padding.
-            kth_GE: each group's C-th largest score per expert, where it is known already.
+            kth_GE: each group's C-th largest score per expert, where it is known already (used without padding).
         """
-        if kth_GE is None:
-            group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
+        group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
+        if context.valid_T is not None:
+            kth_GE = self._kth_of_valid(scores_TE, group, context)
+        elif kth_GE is None:
             values_GEN = self._comparable(scores_TE, group, context)
             capacity = expert_choice_capacity(self.config, group)
             kth_GE = values_GEN.topk(capacity, dim=-1, sorted=False).values.amin(-1)
-        # A group with fewer valid tokens than slots has no C-th score: it does not count.
-        seen_GE = kth_GE.isfinite()
+        seen_GE = kth_GE.isfinite()  # NaN: such a group does not count
         self.step_sum_E += kth_GE.where(seen_GE, 0.0).sum(0)
         self.step_groups_E += seen_GE.sum(0)
+
+    def _kth_of_valid(self, scores_TE: Tensor, group: RoutingGroup, context: RoutingContext) -> Tensor:
+        """(G, E): the same share of the valid tokens as C is of all; NaN where that is no token."""
+        assert context.valid_T is not None
+        falling_GEN = self._comparable(scores_TE, group, context).sort(-1, descending=True).values
+        share = expert_choice_capacity(self.config, group) / group.tokens
+        places_G = (to_groups(context.valid_T[:, None], group).sum((1, 2)) * share).round().long()
+        place_GE1 = (places_G - 1).clamp_min(0)[:, None, None].expand(-1, falling_GEN.shape[1], 1)
+        kth_GE = falling_GEN.gather(2, place_GE1).squeeze(2)
+        return torch.where(places_G[:, None] > 0, kth_GE, torch.nan)
 
     def _comparable(self, scores_TE: Tensor, group: RoutingGroup, context: RoutingContext) -> Tensor:
         """Scores by group, (G, E, N), with padding below everything."""

@@ -37,7 +37,19 @@ def test_training_is_three_forward_passes() -> None:
     assert training_flops_per_token(ONE, moe, 7) == 3 * forward_flops_per_token(ONE, moe, 7)
 
 
-@pytest.mark.parametrize("moe", [{"router": "expert_choice", "group_sequences": 2}, {"router": "dense"}], ids=str)
+DEPTHS = {"router": "mixture_of_depths", "num_experts": 1, "experts_per_token": 1, "depth_capacity": 0.25}
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {"router": "expert_choice", "group_sequences": 2},
+        {"router": "soft", "slots_per_expert": 3, "group_sequences": 2},
+        {**DEPTHS, "group_sequences": 4},
+        {"router": "dense"},
+    ],
+    ids=lambda moe: moe["router"],
+)
 def test_the_count_is_what_pytorch_measures(moe: dict[str, Any]) -> None:
     """G04: within 1 %, with grouped heads, dense layers, a shared expert and an untied head."""
     shape = model_config(dense_layers=1, feed_forward_width=56, heads=6, kv_heads=2, head_dim=10)

@@ -109,17 +109,29 @@ def test_micro_batches_add_up_to_one_large_batch() -> None:
     assert split.cutoff_E.tolist() == pytest.approx([1 / 3, 1.75 / 3], abs=1e-6)
 
 
-def test_a_group_with_too_few_valid_tokens_does_not_count() -> None:
-    """C = 2 needs two valid tokens; padding's own scores never enter; alone, such a group changes nothing."""
+def test_padding_does_not_lower_a_cutoff() -> None:
+    """Half of the valid tokens each: the best of two, although C is 2; padding's own scores never enter."""
     router = threshold()
     few, two, none = [True, False, False, False], [False, True, False, True], [False] * 4
     see(router, FIRST, SECOND, SECOND, valid=[few, two, none])
     router.after_step()
-    assert router.cutoff_E.tolist() == [0.25, 0.5]
+    assert router.cutoff_E.tolist() == [1.0, 1.0]
     see(router, FIRST, FIRST, valid=[few, none])
     router.after_step()
-    assert router.cutoff_E.tolist() == [0.25, 0.5]
+    assert router.cutoff_E.tolist() == [1.0, 1.0], "half of one token is none: such groups do not count"
     assert router.updates == 1
+
+
+@pytest.mark.parametrize("name", ["threshold", "expert_choice"])
+def test_cutoffs_of_padded_rows_are_those_of_their_valid_tokens(name: str) -> None:
+    """Six valid tokens behind six of padding, against the six alone."""
+    scores_TE = torch.rand(6, 3)
+    alone, padded = (threshold(router=name, num_experts=3, allow_leak=True) for _ in range(2))
+    select(alone, scores_TE, RoutingContext(1, 6, mode="train"))
+    valid_BS = torch.arange(12)[None] >= 6
+    select(padded, torch.cat([torch.full((6, 3), torch.nan), scores_TE]), RoutingContext(1, 12, valid_BS, mode="train"))
+    alone.after_step(), padded.after_step()
+    assert alone.cutoff_E.equal(padded.cutoff_E)
 
 
 def test_a_token_meets_every_expert_whose_cutoff_it_reaches() -> None:
