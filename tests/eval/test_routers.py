@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +247,10 @@ def test_too_few_windows_for_a_routing_group_leave_as_trained_out(small_run: Run
 
 
 def test_the_command_prints_the_table_and_writes_whole_files(
-    small_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(routers, "compute", partial(compute, predictor_steps=2))  # 300 take seconds
     run = Run.open(shutil.copytree(small_run.folder, tmp_path / "copied"))
-    routers.main([str(run.folder), "--tokens", "50", "--rows", "1"])
+    routers.main([str(run.folder), "--tokens", "50", "--rows", "1", "--predictor-steps", "2"])
     assert sorted(path.name for path in (run.folder / "eval").iterdir()) == ["routers.json", "routers.md"]
     saved = json.loads((run.folder / "eval" / "routers.json").read_text())
     assert list(saved["rows"]) == FIVE
