@@ -309,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/planted"), help="folder (default runs/planted)")
     options = parser.parse_args(arguments)
     _check(options, known)
+    options.output.mkdir(parents=True, exist_ok=True)  # refused now, not after the work
     kinds, routers = list(dict.fromkeys(options.kinds)), list(dict.fromkeys(options.routers))
     console = Console() if sys.stdout.isatty() else Console(width=120)
     with console.status("starting") as status:
@@ -330,7 +331,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "summary": summary,
         "scores": [asdict(score) for score in scores],
     }
-    options.output.mkdir(parents=True, exist_ok=True)
     for name, content in {
         "planted.json": json.dumps(report, indent=1, allow_nan=False) + "\n",
         "planted.md": markdown(summary, options.seeds, options.steps),

@@ -57,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--pairs", type=int, default=PAIRS, help=f"draws of the leak in bits, runs only (default {PAIRS})"
     )
     options, overrides = parser.parse_known_args(arguments)
+    if options.pairs < 2:
+        raise ValueError(f"--pairs {options.pairs}: must be at least 2, or there is no standard error")
+    if options.json and options.json.is_dir():
+        raise ValueError(f"--json {options.json}: is a folder; name a file in it")
     if options.all == (options.target is not None):
         parser.error("give a run or a configuration, or --all")
     if options.all:
@@ -85,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(note, style="dim", highlight=False)
     for line in verdict_lines(certificate):
         console.print(line, style="bold", highlight=False, soft_wrap=True)
-    write(certificate, [*([target / "eval" / "causality.json"] if target.is_dir() else []), options.json])
+    written = [*([target / "eval" / "causality.json"] if target.is_dir() else []), options.json]
+    write(certificate, written)
+    for file in filter(None, written):
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
     certificate.require_honest_registry()
     if not certificate.certified:
         sys.exit(EXIT_NOT_CAUSAL)

@@ -158,7 +158,9 @@ def certify_run(
         leak = f"not measured: {len(token_RS)} whole rows of held-out text, {4 * group} are needed"
     else:
         token_bytes_V = corpus.tokenizer.token_bytes_V
-        leak = measure_leak(nats("train_router"), nats("causal"), token_RS, label_RS, token_bytes_V, group, pairs)
+        # A run that trains by thresholds from the first step has no other training router.
+        trained: Mode = "train_router" if config.threshold_step > 0 else "causal"
+        leak = measure_leak(nats(trained), nats("causal"), token_RS, label_RS, token_bytes_V, group, pairs)
     certificate = _certificate(config, allow_leak, str(run.folder), verdicts, leak, canary_steps, progress)
     certificate.step = checkpoint.step
     return certificate

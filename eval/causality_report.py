@@ -47,7 +47,9 @@ def audit_rows(certificate: Certificate) -> list[tuple[str, str, str]]:
         found = f"{_estimate(leak.leak)} bits a token{_per_byte(leak.per_byte(leak.leak))}, {leak.leak.draws} draws"
         rows.append(("A3 leak", "training", found))
     bound = certificate.bound
-    rows.append(("A4 bound N H(R) L", "any routing", "none" if bound is None else f"{bound:.1f} bits a token at most"))
+    rows.append(
+        ("A4 bound N H(R) L", "routing at c a token", "none" if bound is None else f"{bound:.1f} bits a token at most")
+    )
     rows.append(("A5 canary", "training", _canary(certificate.canary)))
     if isinstance(leak, str):
         rows.append(("A6 gap, not a leak", "evaluation minus training", leak))
@@ -131,6 +133,8 @@ def _canary(canary: Canary | None) -> str:
         return "skipped"
     if canary.proves_leak:
         meaning = "a leak is proved"
+    elif canary.z > -PROOF:
+        meaning = "not converged, says nothing; more --canary-steps"
     else:
         meaning = f"no proof (that takes z < {PROOF:g}); small leaks are A1's to find"
     return (

@@ -127,6 +127,7 @@ def evaluate(
     tokens: int | None = None,
     mode: Mode = "causal",
     recorder: RoutingRecorder | None = None,
+    rows_as_in_training: bool | None = None,
 ) -> Scores:
     """Score the held-out split of a run's corpus, in windows of the length the run was trained with.
 
@@ -137,6 +138,7 @@ def evaluate(
         tokens: labels of each domain at most; None reads all.
         mode: "causal", the honest figure, or "train_router".
         recorder: shown every routing.
+        rows_as_in_training: see `evaluate_windows`.
 
     Raises:
         ValueError: there is nothing to score, or the model's output is not a number.
@@ -145,7 +147,9 @@ def evaluate(
     rows = max(1, min(MOST_ROWS, LOGITS // (length * config.model.vocabulary_size)))
     end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     batches = heldout_windows(corpus, length, rows, tokens)
-    return evaluate_windows(model, batches, corpus.tokenizer.token_bytes_V, end_of_text, mode, recorder)
+    return evaluate_windows(
+        model, batches, corpus.tokenizer.token_bytes_V, end_of_text, mode, recorder, rows_as_in_training
+    )
 
 
 def evaluate_windows(
@@ -155,6 +159,7 @@ def evaluate_windows(
     end_of_text: int | None = None,
     mode: Mode = "causal",
     recorder: RoutingRecorder | None = None,
+    rows_as_in_training: bool | None = None,
 ) -> Scores:
     """Score held-out windows with a model.
 
@@ -170,13 +175,15 @@ def evaluate_windows(
             Give what the model was trained with.
         mode: "causal", the honest figure, or "train_router".
         recorder: told which domains the rows have, and shown every routing.
+        rows_as_in_training: take the rows that `mode="train_router"` takes, whichever the mode, so that both can be
+            compared; None does so in that mode only.
 
     Raises:
         ValueError: there is nothing to score, or the model's output is not a number.
     """
     skipped = _Skipped()
     rows: Iterable[MixedWindows] = (_mixed(batch) for batch in batches)
-    if mode == "train_router":
+    if mode == "train_router" if rows_as_in_training is None else rows_as_in_training:
         rows = _as_in_training(rows, model.moe_config.group_sequences if model.moe_config.is_moe else 1, skipped)
 
     def nats(windows: MixedWindows) -> np.ndarray:

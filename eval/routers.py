@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=f"steps of a predictor that the run did not train (default {PREDICTOR_STEPS})",
     )
     options = parser.parse_args(arguments)
+    if options.predictor_steps < 1:
+        raise ValueError(f"--predictor-steps {options.predictor_steps}: must be at least 1")
     # A pipe has no width; 80 columns would cut the table.
     console = Console() if sys.stdout.isatty() else Console(width=120)
     run = Run.open(options.run)

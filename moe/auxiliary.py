@@ -26,7 +26,7 @@ def auxiliary_losses(
     if config.importance_coefficient:
         _, valid_GN = _by_group(routing, config.group_sequences, context)
         group = RoutingGroup("flat", config.group_sequences, context.sequence_length)
-        value = context.per_group(importance(to_groups(routing.weight_TE(), group), valid_GN))
+        value = context.per_group(importance(to_groups(_gates(router, routing, context), group), valid_GN))
         losses["importance"] = config.importance_coefficient, value
     if config.mutual_information_coefficient:
         scores_GNE, valid_GN = _by_group(routing, config.group_sequences, context)
@@ -43,16 +43,24 @@ def auxiliary_losses(
     return losses
 
 
+def _gates(router: Router, routing: Routing, context: RoutingContext) -> Tensor:
+    """(T, E) combine weights of what was asked for: what a capacity drops is the imbalance that importance is about."""
+    decision = context.decisions[router.layer]
+    if decision.chosen_TE is None:
+        return routing.weight_TE()
+    return torch.where(decision.chosen_TE, router.weights(routing.scores(), decision), 0.0)
+
+
 def _balance(router: Router, routing: Routing, context: RoutingContext) -> Tensor:
     config = router.config
     if config.balance_scope == "global":
         return context.per_token(global_balance(routing.scores(), router.load_E, routing.valid_T))
     sequences = 1 if config.balance_scope == "sequence" else config.group_sequences
     scores_GNE, valid_GN = _by_group(routing, sequences, context)
-    chosen_TE = routing.assigned_TE() if routing.chosen_TE is None else routing.chosen_TE
+    chosen_TE, experts_per_token = router.balance_choice(routing)
     chosen_GNE = to_groups(chosen_TE, RoutingGroup("flat", sequences, context.sequence_length))
     # The mean over a group's sequences is the group's value, so that both scopes divide by the step's groups.
-    balance_G = switch_balance(scores_GNE, chosen_GNE, config.experts_per_token, valid_GN)
+    balance_G = switch_balance(scores_GNE, chosen_GNE, experts_per_token, valid_GN)
     return context.per_group(balance_G.view(-1, config.group_sequences // sequences).mean(1))
 
 

@@ -143,7 +143,7 @@ class MoEConfig:
     jitter: float = 0.0
     """In training the router's input, and nothing else, is multiplied by noise uniform in 1 - jitter to 1 + jitter."""
     forced_balance: bool = False
-    """Ignore the scores and deal the experts round-robin: for benchmarks of speed, never for learning."""
+    """In training ignore the scores and deal the experts round-robin: for benchmarks of speed, never for learning."""
 
     group: Literal["position", "flat", "chunk"] = "flat"
     """What expert choice compares: one position across the group's sequences, all tokens of the group, or
@@ -164,7 +164,7 @@ class MoEConfig:
     predictor_coefficient: float = 0.0
     """Weight of the loss that trains the predictor (on detached inputs); 0 builds none."""
     expert_cap: int = 0
-    """expert_choice: most experts a token may get (EC-CAP); 0 for no limit."""
+    """expert_choice: most experts a token is meant to get (EC-CAP; a few get more); 0 for no limit."""
     depth_capacity: float = 0.125
     """mixture_of_depths: share of the tokens that pass the feed-forward."""
     slots_per_expert: int = 1
@@ -195,7 +195,7 @@ class MoEConfig:
     balance_scope: Literal["sequence", "group", "global"] = "group"
     """Whose load the balance loss looks at: each sequence's, each routing group's, or the last global batch's."""
     importance_coefficient: float = 0.0
-    """Weight of the squared variation of the experts' summed scores over a routing group."""
+    """Weight of the squared variation of the experts' summed gates over a routing group, before any drop."""
     load_coefficient: float = 0.0
     """noisy_top_k: weight of the squared variation of the experts' expected load over a routing group."""
     mutual_information_coefficient: float = 0.0
@@ -260,6 +260,10 @@ class MoEConfig:
             f"moe.router = {self.router!r}: must be one of {', '.join(map(repr, ROUTERS))}"
             + (f"; did you mean {near[0]!r}?" if near else "; python -m moe.routers describes them"),
         )
+        for key, value in ROUTERS[self.router].requires.items():
+            wanted = ", ".join(f"moe.{k} = {v}" for k, v in ROUTERS[self.router].requires.items())
+            given = getattr(self, key)
+            require(given == value, f"moe.{key} = {given}: moe.router = {self.router!r} needs {wanted}")
         require(
             self.experts_per_token <= self.num_experts,
             f"moe.experts_per_token = {self.experts_per_token}: must be at most moe.num_experts = {self.num_experts}",
@@ -277,8 +281,15 @@ class MoEConfig:
             0 < self.depth_capacity <= 1, f"moe.depth_capacity = {self.depth_capacity}: must be above 0 and at most 1"
         )
         require(self.route_scale > 0, f"moe.route_scale = {self.route_scale}: must be greater than 0")
-        require(self.l1_initial > 0, f"moe.l1_initial = {self.l1_initial}: must be greater than 0")
-        require(self.l1_multiplier > 1, f"moe.l1_multiplier = {self.l1_multiplier}: must be greater than 1")
+        require(0 < self.l1_initial <= 1, f"moe.l1_initial = {self.l1_initial}: must be above 0 and at most 1")
+        require(
+            1 < self.l1_multiplier <= 10, f"moe.l1_multiplier = {self.l1_multiplier}: must be above 1 and at most 10"
+        )
+        require(self.bias_rate <= 1, f"moe.bias_rate = {self.bias_rate}: must be at most 1, as far as scores go")
+        require(
+            self.balance_scope == "group" or self.balance_coefficient > 0,
+            f'moe.balance_scope = "{self.balance_scope}" has no effect with moe.balance_coefficient = 0: raise it',
+        )
         if self.capacity_factor is not None:
             require(self.capacity_factor > 0, f"moe.capacity_factor = {self.capacity_factor}: must be above 0")
         require_read(self)

@@ -26,7 +26,7 @@ def switch_balance(
 
     f_e is the share of the group's assignments that expert e is given (for top-k it sums to 1, because it is divided
     by `experts_per_token`) and carries no gradient; P_e is the mean probability of e. The value is 1 when routing and
-    probabilities are uniform, and at most E. Libraries that do not divide f by k report k times this value.
+    probabilities are uniform, and at most E/k. Libraries that do not divide f by k report k times this value.
     (Fedus et al. 2022, eq. 4-6; GShard, algorithm 1.)
 
     Args:
@@ -50,7 +50,7 @@ def global_balance(scores_TE: Tensor, fraction_E: Tensor, valid_T: Tensor | None
     The f of a batch larger than this pass balances a corpus instead of every sequence (Qiu et al. 2025, "Demons in
     the detail": the f of the global batch). Here it is an earlier step's, so that no collective waits in the forward
     pass. The mean over valid tokens is the loss: `switch_balance` where f is the batch's own; exactly 1, with no
-    gradient, at uniform f; at most E.
+    gradient, at uniform f; at most E/k.
 
     Args:
         scores_TE: scores; normalised here so that each token's sum to 1.

@@ -59,7 +59,7 @@ class Routing:
         weight_A: fp32 combine weight, differentiable; exactly 0 for a slot that holds no valid token. None: all 1.
         num_tokens: T.
         capacity: see `Decision`.
-        scores_TE: fp32 scores in [0, 1], differentiable.
+        scores_TE: fp32 scores, differentiable; in [0, 1] but for ReMoE's.
         logits_TE: fp32 router logits, differentiable.
         chosen_TE: see `Decision`.
         valid_T: bool, False at padding; None means that all tokens are valid.

@@ -101,7 +101,7 @@ def train_step(
         model.forget_step()
         raise NonFiniteGradient(
             f"step {step + 1}: the gradient norm is {norm}; lower training.learning_rate, lengthen "
-            "training.warmup_steps or set training.clip_norm"
+            "training.warmup_steps, set training.clip_norm, or lower the moe.*_coefficient that are not 0"
         )
     clip = config.training.clip_norm
     if clip and norm > clip:  # most steps need no clipping, and scaling by 1 would still touch every gradient

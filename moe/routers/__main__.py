@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -12,11 +13,7 @@ from rich.table import Table
 from moe.config import MoEConfig
 from moe.routers.registry import ROUTERS
 
-# What a router insists on, and settings that change what its routing depends on.
-REQUIRED: dict[str, dict[str, Any]] = {
-    "mixture_of_depths": {"num_experts": 1, "experts_per_token": 1},
-    "base": {"experts_per_token": 1},
-}
+# Settings that change what routing depends on.
 VARIANTS: list[dict[str, Any]] = [
     {"group": "position"},
     {"capacity_factor": 1.25},
@@ -31,14 +28,14 @@ def listing() -> Table:
     for column in ("in training", "served", "static shapes", "balanced by", "what it does"):
         table.add_column(column)
     for name, facts in ROUTERS.items():
-        plain = MoEConfig(router=name, **REQUIRED.get(name, {}))
+        plain = MoEConfig(router=name, **facts.requires)
         static = "yes" if facts.static_shapes else ""
         balance = "a loss, which it needs" if facts.needs_balance_loss else facts.balance
         row = (plain.training_verdict, facts.evaluation(plain), static, balance)
         table.add_row(name, *row, f"{facts.summary} ({facts.source})" if facts.source else facts.summary)
         for variant in VARIANTS:
             if variant.keys() <= facts.reads:
-                moe = MoEConfig(router=name, **REQUIRED.get(name, {}), **variant)
+                moe = MoEConfig(router=name, **facts.requires, **variant)
                 if moe.training_verdict != plain.training_verdict:
                     said = ", ".join(f"{key} = {value}" for key, value in variant.items())
                     table.add_row(f"  {said}", moe.training_verdict, facts.evaluation(moe), static, balance, "")
@@ -46,6 +43,7 @@ def listing() -> Table:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m moe.routers", description="List all routers.").parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=150)
     console.print(listing())
     console.print(

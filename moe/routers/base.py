@@ -87,7 +87,7 @@ class Router(nn.Module):
         return x_TD @ self.weight_ED.T
 
     def score(self, logits_TE: Tensor) -> Tensor:
-        """Scores in [0, 1] from logits, as `config.score` says."""
+        """Scores from logits, as `config.score` says; in [0, 1] but for ReMoE's."""
         return logits_TE.softmax(-1) if self.config.score == "softmax" else logits_TE.sigmoid()
 
     def select(self, scores_TE: Tensor, logits_TE: Tensor, context: RoutingContext) -> Routing:
@@ -100,10 +100,9 @@ class Router(nn.Module):
         decision = context.decisions.get(self.layer) if recomputing() else None
         if decision is None:
             with torch.no_grad():
-                if self.config.forced_balance:
+                decision = self.decide(scores_TE.detach(), logits_TE.detach(), context)
+                if self.config.forced_balance and context.mode != "causal":
                     decision = self._round_robin(scores_TE, context)
-                else:
-                    decision = self.decide(scores_TE.detach(), logits_TE.detach(), context)
                 if context.mode == "train" and self.keeps_load:
                     self.step_load_E += asked_for(decision, context)
             if context.mode == "train":
@@ -134,14 +133,23 @@ class Router(nn.Module):
         return scores_TE
 
     def decision_distance(self, routing: Routing) -> Tensor:
-        """How far each pair is from being decided otherwise by causal routing, in scores: (T, E), >= 0."""
-        raise AssertionError(f"{type(self).__name__} does not define decision_distance")  # pragma: no cover
+        """How far each pair is from being decided otherwise by causal routing, in scores: (T, E), >= 0.
+
+        Infinite unless a router says otherwise: no difference in routing is then excused by rounding.
+        """
+        return torch.full_like(routing.scores(), torch.inf)
+
+    def balance_choice(self, routing: Routing) -> tuple[Tensor, int]:
+        """What the balance loss counts: bool (T, E), and how many experts of a token that is."""
+        chosen_TE = routing.assigned_TE() if routing.chosen_TE is None else routing.chosen_TE
+        return chosen_TE, self.config.experts_per_token
 
     def _round_robin(self, scores_TE: Tensor, context: RoutingContext) -> Decision:
-        """Token t takes experts t*k, t*k + 1, ..., t*k + k - 1 (mod E)."""
+        """Token t of the step takes experts t*k, t*k + 1, ..., t*k + k - 1 (mod E)."""
         num_tokens, num_experts = scores_TE.shape
         k = self.config.experts_per_token
-        expert_TK = (torch.arange(num_tokens * k, device=scores_TE.device) % num_experts).view(num_tokens, k)
+        choice_A = torch.arange(num_tokens * k, device=scores_TE.device) + context.first_token * k
+        expert_TK = (choice_A % num_experts).view(num_tokens, k)
         mask_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, expert_TK, True)
         if context.valid_T is not None:
             mask_TE &= context.valid_T[:, None]

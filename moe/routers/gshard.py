@@ -13,11 +13,11 @@ from torch import Tensor
 from moe import noise
 from moe.routers.selection import top_k_mask
 from moe.routers.token_choice import TokenChoiceRouter
-from moe.routing import Decision, RoutingContext
+from moe.routing import Decision, Routing, RoutingContext
 
 
 class GShardRouter(TokenChoiceRouter):
-    """Top-2; the balance loss sees what was asked, so its shares sum to less than 1 where second experts were not."""
+    """Top-2. The balance loss of scope `sequence` or `group` counts first choices only, as the paper's does."""
 
     def score(self, logits_TE: Tensor) -> Tensor:
         """See `Router.score`."""
@@ -32,6 +32,11 @@ class GShardRouter(TokenChoiceRouter):
         weight_TE = self._share_of_top_two(scores_TE)
         uniform_T1 = noise.uniform(context, self.layer, "second expert", 1, scores_TE.device)
         return first_TE | (top_two_TE & (2 * weight_TE > uniform_T1))
+
+    def balance_choice(self, routing: Routing) -> tuple[Tensor, int]:
+        """See `Router.balance_choice`."""
+        first_TE = top_k_mask(routing.scores(), 1)
+        return (first_TE if routing.valid_T is None else first_TE & routing.valid_T[:, None]), 1
 
     def weights(self, scores_TE: Tensor, decision: Decision) -> Tensor:
         """See `Router.weights`: shares of the two, whether or not the second is asked."""

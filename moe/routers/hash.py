@@ -38,7 +38,3 @@ class HashRouter(Router):
         """See `Router.decide`."""
         chosen_TE = scores_TE > 0
         return Decision.from_mask(chosen_TE if context.valid_T is None else chosen_TE & context.valid_T[:, None])
-
-    def decision_distance(self, routing: Routing) -> Tensor:
-        """See `Router.decision_distance`: an id is never nearly another."""
-        return torch.full_like(routing.scores(), torch.inf)

@@ -5,9 +5,9 @@ Nothing here imports torch, so that a wrong flag fails in a fraction of a second
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from moe.config import MoEConfig
@@ -29,12 +29,13 @@ class RouterFacts:
             that does nothing would be mistaken for one that was tried.
         training: what routing in training depends on. A router that does not say so counts as leaking.
         evaluation: the same for `mode="causal"`, by which every model is evaluated and served.
-        static_shapes: whether every expert takes the same number of tokens in training, so that nothing waits for the
-            host.
+        static_shapes: whether every expert takes the same number of tokens in training (expert choice: until
+            `threshold_after`), so that nothing waits for the host.
         needs_balance_loss: load is left to a loss; without one experts may starve.
         balance: what keeps load even besides losses.
         competes_in_groups: what leaks is only which tokens a routing group prefers, which falls quickly with its size:
             flat and chunk groups of `LEAK_SAFE_GROUP_TOKENS` or more need no `allow_leak`.
+        requires: values that keys of `[moe]` must have.
         problem: what is wrong with the configuration for this router, starting with the key; empty if nothing.
     """
 
@@ -48,6 +49,7 @@ class RouterFacts:
     needs_balance_loss: bool = False
     balance: str = "nothing but losses"
     competes_in_groups: bool = False
+    requires: Mapping[str, Any] = field(default_factory=dict)
     problem: Callable[[MoEConfig], str] = lambda moe: ""
 
 
@@ -83,8 +85,6 @@ def _expert_choice_problem(moe: MoEConfig) -> str:
 
 
 def _mixture_of_depths_problem(moe: MoEConfig) -> str:
-    if moe.num_experts != 1:
-        return f"num_experts = {moe.num_experts}: mixture_of_depths has 1 expert, the feed-forward itself"
     if moe.inference == "token_choice":
         return 'inference = "token_choice": with one expert every token would choose it; use threshold or predictor'
     return _expert_choice_problem(moe)
@@ -93,6 +93,8 @@ def _mixture_of_depths_problem(moe: MoEConfig) -> str:
 def _capacity_problem(moe: MoEConfig) -> str:
     if moe.drop_order != "position" and moe.capacity_factor is None:
         return f'drop_order = "{moe.drop_order}" has no effect without a capacity_factor: nothing is dropped'
+    if moe.forced_balance and moe.capacity_factor is not None:
+        return f"capacity_factor = {moe.capacity_factor} has no effect with forced_balance = true: remove one"
     return ""
 
 
@@ -102,10 +104,13 @@ def _noisy_problem(moe: MoEConfig) -> str:
     return _capacity_problem(moe)
 
 
-def _gshard_problem(moe: MoEConfig) -> str:
-    if moe.experts_per_token != 2:
-        return f"experts_per_token = {moe.experts_per_token}: gshard chooses 2"
-    return _capacity_problem(moe)
+def _remoe_problem(moe: MoEConfig) -> str:
+    if 2 * moe.experts_per_token > moe.num_experts:
+        return (
+            f"experts_per_token = {moe.experts_per_token}: a ReLU starts with half of the num_experts = "
+            f"{moe.num_experts} and its L1 only takes away: at most {moe.num_experts // 2}"
+        )
+    return ""
 
 
 def _loss_free_problem(moe: MoEConfig) -> str:
@@ -119,10 +124,6 @@ def _loss_free_problem(moe: MoEConfig) -> str:
             f"experts_per_token = {k}: {kept} of {groups} groups hold only {kept * moe.num_experts // groups} experts"
         )
     return _capacity_problem(moe)
-
-
-def _base_problem(moe: MoEConfig) -> str:
-    return "" if moe.experts_per_token == 1 else f"experts_per_token = {moe.experts_per_token}: base assigns exactly 1"
 
 
 _COMMON = frozenset({"z_coefficient", "orthogonality_coefficient", "jitter", "route_scale"})
@@ -169,6 +170,7 @@ ROUTERS: dict[str, RouterFacts] = {
         competes_in_groups=True,
         problem=_mixture_of_depths_problem,
         balance="the choice itself",
+        requires={"num_experts": 1, "experts_per_token": 1},
     ),
     "token_choice": RouterFacts(
         "moe.routers.token_choice.TokenChoiceRouter",
@@ -195,7 +197,8 @@ ROUTERS: dict[str, RouterFacts] = {
         _COMMON | _UNBALANCED | _CAPACITY,
         training=_by_drop_order,
         needs_balance_loss=True,
-        problem=_gshard_problem,
+        problem=_capacity_problem,
+        requires={"experts_per_token": 2},
     ),
     "loss_free": RouterFacts(
         "moe.routers.loss_free.LossFreeRouter",
@@ -232,8 +235,8 @@ ROUTERS: dict[str, RouterFacts] = {
         "Lewis et al. 2021, arXiv 2103.16716",
         _COMMON,
         training=_always("leaks"),
-        problem=_base_problem,
         balance="the assignment itself, in training",
+        requires={"experts_per_token": 1},
     ),
     "hash": RouterFacts(
         "moe.routers.hash.HashRouter",
@@ -250,6 +253,7 @@ ROUTERS: dict[str, RouterFacts] = {
         _COMMON | {"l1_initial", "l1_multiplier", "forced_balance"},
         training=_always("causal"),
         balance="an adaptive L1 that weighs busy experts more",
+        problem=_remoe_problem,
     ),
     "soft": RouterFacts(
         "moe.soft.SoftMoELayer",

@@ -20,6 +20,9 @@ from moe.losses import l1_sparsity
 from moe.routers.base import Router
 from moe.routing import Decision, Routing, RoutingContext, to_groups
 
+# A weight that falls for hundreds of steps must be able to rise again: 2.8e-45 * 1.2 is 2.8e-45.
+_L1_RANGE = (1e-12, 1e12)
+
 
 class ReMoERouter(Router):
     """Every expert with a positive score.
@@ -83,4 +86,5 @@ class ReMoERouter(Router):
         aimed = torch.stack([router.step_tokens for router in remoe]).sum() * config.experts_per_token
         for router in remoe:
             router.l1_weight *= config.l1_multiplier ** torch.sign(active - aimed)
+            router.l1_weight.clamp_(*_L1_RANGE)
             router.after_step()

@@ -72,11 +72,13 @@ class ThresholdRouter(Router):
             kth_GE: each group's C-th largest score per expert, where it is known already (used without padding).
         """
         group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
-        if context.valid_T is not None:
+        capacity = expert_choice_capacity(self.config, group)
+        if capacity == group.tokens:  # everyone passes; a mean of lowest scores would keep some out
+            kth_GE = scores_TE.new_zeros(1, scores_TE.shape[1])
+        elif context.valid_T is not None:
             kth_GE = self._kth_of_valid(scores_TE, group, context)
         elif kth_GE is None:
             values_GEN = self._comparable(scores_TE, group, context)
-            capacity = expert_choice_capacity(self.config, group)
             kth_GE = values_GEN.topk(capacity, dim=-1, sorted=False).values.amin(-1)
         seen_GE = kth_GE.isfinite()  # NaN: such a group does not count
         self.step_sum_E += kth_GE.where(seen_GE, 0.0).sum(0)

@@ -102,7 +102,8 @@ def test_the_coefficient_is_the_strength(name: str) -> None:
     """A06: 0 asks for nothing, twice the coefficient is twice the gradient, and the log has the loss without it."""
     layer, x_BSD, found = build(name), torch.randn(B, S, D), {}
     for factor in (1, 2) if name == "l1" else (0, 1, 2):
-        other = build(name, factor, **({"predictor_coefficient": 0.0} if name == "predictor" and not factor else {}))
+        without = {"predictor": {"predictor_coefficient": 0.0}}.get(name, {"balance_scope": "group"})
+        other = build(name, factor, **({} if factor else without))
         other.load_state_dict(layer.state_dict(), strict=factor > 0)
         if name == "l1":
             other.router.l1_weight.fill_(0.01 * factor)
@@ -267,3 +268,26 @@ def test_two_real_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
             for name, parameter in layer.named_parameters():
                 torch.testing.assert_close(found[f"{scope} {step} {name}"], parameter.grad, rtol=1e-5, atol=1e-8)
             layer.router.after_step()
+
+
+def test_importance_sees_what_a_capacity_drops() -> None:
+    """Dropping hides the imbalance that the loss is there to mend."""
+    values = []
+    for capacity in ({}, {"capacity_factor": 0.25}):
+        torch.manual_seed(1)
+        moe = {"router": "token_choice", "num_experts": 5, "group_sequences": 2, "importance_coefficient": 0.1}
+        layer, context = make_layer(D, **moe, **capacity), RoutingContext(4, 6, mode="train")
+        layer(torch.randn(4, 6, D) + 1, context)
+        values.append(context.auxiliary["importance"].item())
+    assert values[0] == values[1] > 0.01
+
+
+def test_gshards_balance_loss_counts_first_choices() -> None:
+    """Algorithm 1: f is the share of first choices, so a silent router has the loss 1 whatever second experts do."""
+    layer = make_layer(D, router="gshard", num_experts=4, group_sequences=1, balance_coefficient=0.1)
+    x_BSD, context = torch.randn(1, 8, D), RoutingContext(1, 8, mode="train")
+    layer(x_BSD, context)
+    scores_TE = layer.router(x_BSD[0], RoutingContext(1, 8)).scores()
+    first_E = torch.nn.functional.one_hot(scores_TE.argmax(1), 4).double().mean(0)
+    expected = 4 * (first_E * scores_TE.double().mean(0)).sum()
+    assert context.auxiliary["balance"].item() == pytest.approx(expected.item(), rel=1e-5)

@@ -99,7 +99,8 @@ def test_a_router_by_itself_does_not_look_at_padding(name: str, mode: Any) -> No
         context = RoutingContext(B, S, VALID_BS, mode=mode, token_BS=ids(B, S))
         inputs_TD = torch.where(valid_T[:, None], x_TD, filling).requires_grad_()
         routing = layer.router(inputs_TD, context)
-        losses = {key: value for key, (_, value) in auxiliary_losses(layer.router, routing, context).items()}
+        auxiliary = auxiliary_losses(layer.router, routing, context) if mode == "train" else {}
+        losses = {key: value for key, (_, value) in auxiliary.items()}
         weight_TE = routing.weight_TE()
         found.append({**losses, "weights": weight_TE, "assigned": routing.assigned_TE()})
         found[-1] |= {key: buffer.clone() for key, buffer in layer.router.named_buffers()}
@@ -177,6 +178,8 @@ def test_one_token_is_trained_on_or_the_capacity_is_named(name: str) -> None:
 
 def test_more_experts_a_token_than_there_are_is_refused() -> None:
     for name in NAMES:
+        if "experts_per_token" in ROUTERS[name].requires:
+            continue
         with pytest.raises(ConfigError, match="experts_per_token = 5: must be at most moe.num_experts = 4"):
             MoEConfig(router=name, num_experts=4, experts_per_token=5)
 

@@ -97,7 +97,7 @@ def test_in_a_model_the_others_keep_their_residual() -> None:
 
 def test_it_has_one_expert_and_neither_token_choice_nor_a_predictor_that_nobody_trained() -> None:
     for moe, message in (
-        ({"num_experts": 2}, "moe.num_experts = 2: mixture_of_depths has 1 expert"),
+        ({"num_experts": 2}, "moe.num_experts = 2: .* needs moe.num_experts = 1, moe.experts_per_token = 1"),
         ({"inference": "token_choice"}, "use threshold or predictor"),
         ({"inference": "predictor"}, "predictor_coefficient = 0: no predictor is trained"),
         ({"depth_capacity": 0.0}, "moe.depth_capacity = 0.0: must be above 0"),

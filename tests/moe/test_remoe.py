@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.config import ConfigError, MoEConfig
 from moe.layer import MoELayer
 from moe.routing import RoutingContext
 from tests.moe import oracle
@@ -48,7 +49,7 @@ def plain_gradients(layer: MoELayer, x_BSD: Tensor, weight: float, valid: list[b
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("weight", [1e-8, 20.0])
+@pytest.mark.parametrize("weight", [1e-8, 0.75])
 def test_the_layer_is_the_loop(weight: float, padded: bool) -> None:
     """Every gradient of the mixture and of the L1; k = 2 of the plain loop is the layer's."""
     layer = make_layer(D, expert_width=16, l1_initial=weight, **remoe())
@@ -159,3 +160,18 @@ def test_it_settles_near_k_experts_a_token() -> None:
         experts.append(active / len(x_TD) / 2)
     assert max(experts) > 4
     assert sum(experts[-50:]) / 50 == pytest.approx(2, rel=0.1)
+
+
+def test_a_weight_that_fell_for_long_rises_again() -> None:
+    """1.2 ** -700 of anything is a denormal that 1.2 does not move."""
+    router = make_router(12, **remoe())
+    for active in [0] * 700 + [10**6] * 200:
+        router.step_active.fill_(active)
+        router.step_tokens.fill_(1000)
+        type(router).after_step_together([router])
+    assert router.l1_weight > 1e-3
+
+
+def test_more_experts_than_a_relu_gives_are_refused() -> None:
+    with pytest.raises(ConfigError, match="moe.experts_per_token = 3: .* at most 2"):
+        MoEConfig(router="remoe", num_experts=4, experts_per_token=3)

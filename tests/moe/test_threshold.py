@@ -226,3 +226,12 @@ def test_a_step_that_is_not_taken_leaves_no_trace() -> None:
     router.after_step()
     assert router.cutoff_E.equal(before)
     assert router.updates == 0
+
+
+@pytest.mark.parametrize("name", ["threshold", "expert_choice"])
+def test_where_every_expert_takes_every_token_thresholds_let_everyone_pass(name: str) -> None:
+    """c = E: the mean of lowest scores would keep half of the lowest out."""
+    router = threshold(router=name, experts_per_token=2, allow_leak=True)
+    see(router, FIRST, SECOND)
+    router.after_step()
+    assert router.cutoff_E.tolist() == [0, 0]
