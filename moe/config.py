@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from moe.routers.registry import ROUTERS, Verdict
+from moe.routers.registry import ROUTERS, RouterFacts, Verdict
 
 # Ranges of `[moe]`'s numbers.
 NOT_NEGATIVE = (
@@ -232,7 +232,8 @@ class MoEConfig:
         }
         used = [f"{name.replace('_', ' ')} {value:g}" for name, value in losses.items() if value]
         by = "round-robin, scores ignored" if self.forced_balance else ROUTERS[self.router].balance
-        return f"{by}; losses: {', '.join(used) or 'none'}"
+        chance = not used and by == RouterFacts.balance
+        return f"{by}; losses besides: {', '.join(used) or 'none'}{', so load is left to chance' if chance else ''}"
 
     @property
     def assignments_per_token(self) -> float:

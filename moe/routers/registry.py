@@ -126,8 +126,8 @@ def _loss_free_problem(moe: MoEConfig) -> str:
     return _capacity_problem(moe)
 
 
-_COMMON = frozenset({"z_coefficient", "orthogonality_coefficient", "jitter", "route_scale"})
-_UNBALANCED = frozenset(
+COMMON = frozenset({"z_coefficient", "orthogonality_coefficient", "jitter", "route_scale"})
+UNBALANCED = frozenset(
     {
         "balance_coefficient",
         "balance_scope",
@@ -145,7 +145,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.expert_choice.ExpertChoiceRouter",
         "each expert takes its top C tokens of a group; served by thresholds",
         "Zhou et al. 2022, arXiv 2202.09368",
-        _COMMON | _EXPERT_CHOICE | {"score", "expert_cap"},
+        COMMON | _EXPERT_CHOICE | {"score", "expert_cap"},
         training=_by_group,
         static_shapes=True,
         competes_in_groups=True,
@@ -156,7 +156,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.threshold.ThresholdRouter",
         "a token meets every expert whose tracked cutoff its score reaches",
         "expert threshold routing; cutoffs of expert choice",
-        _COMMON | _UNBALANCED | _CUTOFFS | {"score"},
+        COMMON | UNBALANCED | _CUTOFFS | {"score"},
         training=_always("causal"),
         balance="cutoffs that follow the scores",
     ),
@@ -164,7 +164,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.mixture_of_depths.MixtureOfDepthsRouter",
         "one expert in place of the feed-forward, which only the top share of tokens passes",
         "Raposo et al. 2024, arXiv 2404.02258",
-        _COMMON | _EXPERT_CHOICE | {"depth_capacity"},
+        COMMON | _EXPERT_CHOICE | {"depth_capacity"},
         training=_by_group,
         static_shapes=True,
         competes_in_groups=True,
@@ -176,7 +176,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.token_choice.TokenChoiceRouter",
         "each token takes its k best experts; dropless, or with a capacity (Switch: k = 1)",
         "Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2022, arXiv 2101.03961",
-        _COMMON | _UNBALANCED | _CAPACITY | {"score", "renormalize"},
+        COMMON | UNBALANCED | _CAPACITY | {"score", "renormalize"},
         training=_by_drop_order,
         needs_balance_loss=True,
         problem=_capacity_problem,
@@ -185,7 +185,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.noisy_top_k.NoisyTopKRouter",
         "top-k of logits with learned noise; softmax over the chosen",
         "Shazeer et al. 2017, arXiv 1701.06538",
-        _COMMON | _UNBALANCED | _CAPACITY | {"load_coefficient"},
+        COMMON | UNBALANCED | _CAPACITY | {"load_coefficient"},
         training=_by_drop_order,
         needs_balance_loss=True,
         problem=_noisy_problem,
@@ -194,7 +194,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.gshard.GShardRouter",
         "top-2 whose second expert is kept at random in proportion to its weight",
         "Lepikhin et al. 2020, arXiv 2006.16668",
-        _COMMON | _UNBALANCED | _CAPACITY,
+        COMMON | UNBALANCED | _CAPACITY,
         training=_by_drop_order,
         needs_balance_loss=True,
         problem=_capacity_problem,
@@ -204,8 +204,8 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.loss_free.LossFreeRouter",
         "top-k of sigmoid scores plus a bias that balances load, optionally within the best groups of experts",
         "Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437",
-        _COMMON
-        | _UNBALANCED
+        COMMON
+        | UNBALANCED
         | _CAPACITY
         | {"renormalize", "bias_rate", "bias_update", "expert_groups", "expert_groups_kept"},
         training=_by_drop_order,
@@ -216,7 +216,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.quantile.QuantileRouter",
         "top-k of scores less a quantile of each expert's margin over the last batch",
         "quantile balancing, as in Megatron-LM",
-        _COMMON | _UNBALANCED | _CAPACITY | {"score", "renormalize"},
+        COMMON | UNBALANCED | _CAPACITY | {"score", "renormalize"},
         training=_by_drop_order,
         problem=_capacity_problem,
         balance="a quantile of the last batch",
@@ -225,7 +225,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.sinkhorn.SinkhornRouter",
         "top-k of Sinkhorn-balanced scores of a group (S-BASE: k = 1); plain top-k when served",
         "Clark et al. 2022, arXiv 2202.01169",
-        _COMMON | _UNBALANCED,
+        COMMON | UNBALANCED,
         training=_always("leaks"),
         balance="Sinkhorn in training",
     ),
@@ -233,7 +233,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.assignment.BaseAssignmentRouter",
         "balanced linear assignment of a group's tokens, one expert each; greedy when served",
         "Lewis et al. 2021, arXiv 2103.16716",
-        _COMMON,
+        COMMON,
         training=_always("leaks"),
         balance="the assignment itself, in training",
         requires={"experts_per_token": 1},
@@ -250,7 +250,7 @@ ROUTERS: dict[str, RouterFacts] = {
         "moe.routers.remoe.ReMoERouter",
         "relu scores, every positive one is used; an adaptive L1 keeps k experts a token on average",
         "Wang et al. 2024, arXiv 2412.14711",
-        _COMMON | {"l1_initial", "l1_multiplier", "forced_balance"},
+        COMMON | {"l1_initial", "l1_multiplier", "forced_balance"},
         training=_always("causal"),
         balance="an adaptive L1 that weighs busy experts more",
         problem=_remoe_problem,

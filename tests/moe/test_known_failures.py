@@ -214,11 +214,17 @@ def test_a_compiled_layer_has_the_eager_layers_gradients(name: str, backend: str
 @pytest.mark.parametrize(
     ("moe", "expected"),
     [
-        ({"router": "token_choice"}, "balance by nothing but losses; losses: none"),
-        ({"router": "token_choice", "balance_coefficient": 0.02}, "losses: balance 0.02"),
-        ({"router": "loss_free", "z_coefficient": 0.001}, "balance by a bias on the selection; losses: z 0.001"),
-        ({"router": "token_choice", "forced_balance": True}, "balance by round-robin, scores ignored; losses: none"),
-        ({}, "balance by the choice itself; losses: none"),
+        ({"router": "token_choice"}, "balance by nothing but losses; losses besides: none, so load is left to chance"),
+        ({"router": "token_choice", "balance_coefficient": 0.02}, "losses besides: balance 0.02"),
+        (
+            {"router": "loss_free", "z_coefficient": 0.001},
+            "balance by a bias on the selection; losses besides: z 0.001",
+        ),
+        (
+            {"router": "token_choice", "forced_balance": True},
+            "balance by round-robin, scores ignored; losses besides: none",
+        ),
+        ({}, "balance by the choice itself; losses besides: none"),
     ],
 )
 def test_start_up_names_what_balances_the_load(moe: dict[str, Any], expected: str) -> None:
