@@ -20,17 +20,17 @@ def auxiliary_losses(
     step's tokens or routing groups, so that neither their number nor their sizes change a gradient.
     """
     config = router.config
+    group = RoutingGroup("flat", config.group_sequences, context.sequence_length)
     losses = dict(routing.own_losses)
     if config.balance_coefficient:
         losses["balance"] = config.balance_coefficient, _balance(router, routing, context)
     if config.importance_coefficient:
-        _, valid_GN = _by_group(routing, config.group_sequences, context)
-        group = RoutingGroup("flat", config.group_sequences, context.sequence_length)
-        value = context.per_group(importance(to_groups(_gates(router, routing, context), group), valid_GN))
+        gates_GNE = to_groups(_gates(router, routing, context), group)
+        value = context.per_group(importance(gates_GNE, context.valid_GN(group)))
         losses["importance"] = config.importance_coefficient, value
     if config.mutual_information_coefficient:
-        scores_GNE, valid_GN = _by_group(routing, config.group_sequences, context)
-        value = context.per_group(-mutual_information(scores_GNE, valid_GN))
+        scores_GNE = to_groups(routing.scores(), group)
+        value = context.per_group(-mutual_information(scores_GNE, context.valid_GN(group)))
         losses["negative_mutual_information"] = config.mutual_information_coefficient, value
     if config.z_coefficient:
         value = context.per_token(router_z(routing.logits(), routing.valid_T))
@@ -56,16 +56,9 @@ def _balance(router: Router, routing: Routing, context: RoutingContext) -> Tenso
     if config.balance_scope == "global":
         return context.per_token(global_balance(routing.scores(), router.load_E, routing.valid_T))
     sequences = 1 if config.balance_scope == "sequence" else config.group_sequences
-    scores_GNE, valid_GN = _by_group(routing, sequences, context)
-    chosen_TE, experts_per_token = router.balance_choice(routing)
-    chosen_GNE = to_groups(chosen_TE, RoutingGroup("flat", sequences, context.sequence_length))
-    # The mean over a group's sequences is the group's value, so that both scopes divide by the step's groups.
-    balance_G = switch_balance(scores_GNE, chosen_GNE, experts_per_token, valid_GN)
-    return context.per_group(balance_G.view(-1, config.group_sequences // sequences).mean(1))
-
-
-def _by_group(routing: Routing, sequences: int, context: RoutingContext) -> tuple[Tensor, Tensor | None]:
-    """Scores (G, N, E) and validity (G, N) by groups of whole sequences."""
     group = RoutingGroup("flat", sequences, context.sequence_length)
-    valid_GN = None if routing.valid_T is None else to_groups(routing.valid_T[:, None], group).squeeze(-1)
-    return to_groups(routing.scores(), group), valid_GN
+    chosen_TE, experts_per_token = router.balance_choice(routing)
+    scores_GNE, chosen_GNE = to_groups(routing.scores(), group), to_groups(chosen_TE, group)
+    # The mean over a group's sequences is the group's value, so that both scopes divide by the step's groups.
+    balance_G = switch_balance(scores_GNE, chosen_GNE, experts_per_token, context.valid_GN(group))
+    return context.per_group(balance_G.view(-1, config.group_sequences // sequences).mean(1))

@@ -206,6 +206,10 @@ class RoutingContext:
         """This pass' part of the step's mean over routing groups (or over sequences, where G are those)."""
         return value_G.sum() / (self.step_groups or value_G.numel())
 
+    def valid_GN(self, group: RoutingGroup) -> Tensor | None:
+        """`valid_BS` by routing group."""
+        return None if self.valid_T is None else to_groups(self.valid_T[:, None], group).squeeze(-1)
+
     @property
     def valid_T(self) -> Tensor | None:
         """`valid_BS` flattened."""

@@ -104,7 +104,7 @@ class BaseAssignmentRouter(Router):
             mask_TE = top_k_mask(logits_TE, 1)  # logits: a sigmoid can saturate to ties
             return Decision.from_mask(mask_TE if context.valid_T is None else mask_TE & context.valid_T[:, None])
         group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
-        valid_GN = None if context.valid_T is None else to_groups(context.valid_T[:, None], group).squeeze(-1)
+        valid_GN = context.valid_GN(group)
         return Decision.from_mask(from_groups(balanced_assignment(to_groups(logits_TE, group), valid_GN), group))
 
     def decision_distance(self, routing: Routing) -> Tensor:

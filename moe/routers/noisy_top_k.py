@@ -46,7 +46,7 @@ class NoisyTopKRouter(TokenChoiceRouter):
         routing = self.select(self.score(logits_TE), logits_TE, context)
         if self.config.load_coefficient:
             group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
-            valid_GN = None if context.valid_T is None else to_groups(context.valid_T[:, None], group).squeeze(-1)
+            valid_GN = context.valid_GN(group)
             clean_GNE, noisy_GNE, std_GNE = (to_groups(v, group) for v in (clean_TE, logits_TE, deviation_TE))
             load_G = load(clean_GNE, noisy_GNE, std_GNE, self.config.experts_per_token, valid_GN)
             routing.own_losses["load"] = (self.config.load_coefficient, context.per_group(load_G))

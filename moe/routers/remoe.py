@@ -52,7 +52,7 @@ class ReMoERouter(Router):
         if context.mode == "train":
             group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
             scores_GNE = to_groups(routing.scores(), group)
-            valid_GN = None if context.valid_T is None else to_groups(context.valid_T[:, None], group).squeeze(-1)
+            valid_GN = context.valid_GN(group)
             l1_G = l1_sparsity(scores_GNE, scores_GNE > 0, self.config.experts_per_token, valid_GN)
             # A copy: backward must see the weight of this step, and it moves before a late backward may come.
             routing.own_losses["l1"] = (self.l1_weight.clone(), context.per_group(l1_G))

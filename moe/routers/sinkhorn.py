@@ -63,7 +63,7 @@ class SinkhornRouter(Router):
         if context.mode != "causal":
             group = RoutingGroup("flat", self.config.group_sequences, context.sequence_length)
             logits_GNE = to_groups(logits_TE, group)
-            valid_GN = None if context.valid_T is None else to_groups(context.valid_T[:, None], group).squeeze(-1)
+            valid_GN = context.valid_GN(group)
             logits_TE = from_groups(logits_GNE + sinkhorn_bias(logits_GNE, valid_GN), group)
         # Logits, not scores: these can underflow to ties.
         mask_TE = top_k_mask(logits_TE, self.config.experts_per_token)
