@@ -27,11 +27,13 @@ class Batch(NamedTuple):
         token_BS: int64 inputs.
         label_BS: int64, the token after each input.
         domain_B: int64, each row's position in `corpus.domains`.
+        valid_BS: bool, False at padding; None where there is none, as in all that `Batches` reads.
     """
 
     token_BS: Tensor
     label_BS: Tensor
     domain_B: Tensor
+    valid_BS: Tensor | None = None
 
 
 class HeldoutBatch(NamedTuple):

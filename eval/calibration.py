@@ -164,7 +164,7 @@ class _Reached(Exception):
 
 def _scores_at(model: Transformer, layer: int, rows: Sequence[HeldoutBatch], end_of_text: int | None) -> Tensor:
     """Scores (N, E) of the rows' valid tokens at one layer, under causal routing."""
-    device = model.embedding.weight.device
+    device = model.device
     token_BS = torch.cat([row.token_BS for row in rows]).to(device)
     valid_BS = torch.cat([row.valid_BS for row in rows]).to(device)
     found: list[Tensor] = []
@@ -214,7 +214,7 @@ def fit_predictors(
     Returns:
         A predictor for each mixture layer, by the block's number.
     """
-    config, device = model.moe_config, model.embedding.weight.device
+    config, device = model.moe_config, model.device
     share = config.assignments_per_token / config.num_experts
     predictors = {
         i: Predictor(config.num_experts, model.config.width, share).to(device) for i in _cutoff_routers(model)

@@ -69,7 +69,7 @@ def generate(
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds and {len(prompts)} prompts: give one seed, or one for each prompt")
     sampler = Sampler(prompts, seeds, temperature, top_k, top_p)
-    device = model.embedding.weight.device
+    device = model.device
     token_BS, valid_BS = pad_left(prompts, device)
     length = token_BS.shape[1]
     # The last new token is never fed back, hence one position less.

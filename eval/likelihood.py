@@ -252,7 +252,7 @@ def model_nats(
         mode: see `evaluate_windows`.
         recorder: see `evaluate_windows`.
     """
-    device = model.embedding.weight.device
+    device = model.device
     token_BS, label_BS = windows.token_BS.to(device), windows.label_BS.to(device)
     # Without padding no mask is needed, which is quicker.
     valid_BS = None if bool(windows.valid_BS.all()) else windows.valid_BS.to(device)

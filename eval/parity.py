@@ -79,7 +79,7 @@ def check_parity(model: Transformer, token_BS: Tensor, tolerance: float = NEAR) 
     Returns:
         One comparison for each way.
     """
-    token_BS = token_BS.to(model.embedding.weight.device)
+    token_BS = token_BS.to(model.device)
     whole = _cached(model, token_BS, token_BS.shape[1], use_cache=False)
     return [_compare(way, other, whole, tolerance) for way, other in _ways(model, token_BS)]
 

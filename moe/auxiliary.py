@@ -10,6 +10,11 @@ from moe.losses import global_balance, importance, mutual_information, orthogona
 from moe.routers.base import Router
 from moe.routing import Routing, RoutingContext, to_groups
 
+# Every loss there may be, in the order in which processes tell each other their values.
+LOSSES = (
+    "balance", "importance", "negative_mutual_information", "z", "orthogonality", "predictor", "load", "l1"
+)  # fmt: skip
+
 
 def auxiliary_losses(
     router: Router, routing: Routing, context: RoutingContext

@@ -10,13 +10,20 @@ from moe.routing import Routing
 
 
 class Dispatcher(Protocol):
-    """Takes tokens to the experts and back. The layer calls nothing else, so nothing else differs between layouts."""
+    """Takes tokens to the experts and back. The layer calls nothing else, so nothing else differs between layouts.
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing, Any]:
-        """Rows that the experts of this process work on, how those are routed among them, and what `combine` needs."""
+    Sending and receiving are apart, so that other work can be done while tokens travel.
+    """
+
+    def send(self, x_TD: Tensor, routing: Routing) -> Any:
+        """Start this process' tokens on their way; what is under way is for `receive` and `combine`."""
         ...
 
-    def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
+    def receive(self, sent: Any) -> tuple[Tensor, Routing]:
+        """Rows that the experts of this process work on, and how those are routed among them."""
+        ...
+
+    def combine(self, rows: Tensor, sent: Any) -> Tensor:
         """(T, D) outputs of this process' own tokens, from what the experts returned."""
         ...
 
@@ -24,10 +31,14 @@ class Dispatcher(Protocol):
 class LocalDispatcher:
     """All experts are here: `grouped_mlp` gathers its inputs and combines its outputs itself."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing, None]:
+    def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Nothing to move."""
-        return x_TD, routing, None
+        return x_TD, routing
 
-    def combine(self, rows: Tensor, routing: Routing, state: None) -> Tensor:
+    def receive(self, sent: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+        """Already here."""
+        return sent
+
+    def combine(self, rows: Tensor, sent: tuple[Tensor, Routing]) -> Tensor:
         """Nothing to move back."""
         return rows

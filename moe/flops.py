@@ -17,18 +17,26 @@ def forward_flops_per_token(model: ModelConfig, moe: MoEConfig, sequence_length:
         moe: the experts; a token passes `assignments_per_token` of them on average.
         sequence_length: S.
     """
+    layers = sum(layer_flops(model, moe, sequence_length, index) for index in range(model.layers))
+    return round(layers + head_flops(model))
+
+
+def layer_flops(model: ModelConfig, moe: MoEConfig, sequence_length: int, index: int) -> float:
+    """Those of block `index`; see `forward_flops_per_token`."""
     query_width = model.heads * model.resolved_head_dim
     kv_width = model.resolved_kv_heads * model.resolved_head_dim
     projections = model.width * (2 * query_width + 2 * kv_width)
     attention = sequence_length * query_width  # scores and values, S/2 keys each
-    layers: float = 0
-    for index in range(model.layers):
-        if is_moe_layer(model, index):
-            layers += _mixture(model.width, moe, sequence_length)
-        else:
-            layers += 3 * model.width * (model.feed_forward_width or moe.dense_width)
-    head = model.width * model.vocabulary_size
-    return round(2 * (model.layers * (projections + attention) + layers + head))
+    if is_moe_layer(model, index):
+        feed_forward = _mixture(model.width, moe, sequence_length)
+    else:
+        feed_forward = 3 * model.width * (model.feed_forward_width or moe.dense_width)
+    return 2 * (projections + attention + feed_forward)
+
+
+def head_flops(model: ModelConfig) -> int:
+    """Those of the output head."""
+    return 2 * model.width * model.vocabulary_size
 
 
 def _mixture(width: int, moe: MoEConfig, sequence_length: int) -> float:

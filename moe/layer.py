@@ -60,13 +60,14 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, context)
         if context.observe is not None and not replayed:
             context.observe(self.index, routing)
-        rows, local_routing, state = self.dispatcher.dispatch(x_TD, routing)
-        y_TD = self.dispatcher.combine(self.experts(rows, local_routing), routing, state)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+        sent = self.dispatcher.send(x_TD, routing)
+        shared_TD = None if self.shared is None else self.shared(x_TD)  # while the tokens travel
+        y_TD = self.dispatcher.combine(self.experts(*self.dispatcher.receive(sent)), sent)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         if context.mode == "train":
             for name, (coefficient, value) in auxiliary_losses(self.router, routing, context).items():
-                y_TD = attach_loss(y_TD, coefficient * value)
+                y_TD = attach_loss(y_TD, coefficient * value / context.replicas)
                 if not replayed:  # summed over layers and micro-batches for the log
                     context.auxiliary[name] = context.auxiliary.get(name, 0) + value.detach()
         return y_TD.view_as(x_BSD)

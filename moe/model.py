@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from moe.attention import Attention, KeyValueCache, attention_mask, rotary_rotat
 from moe.config import ModelConfig, MoEConfig, is_moe_layer
 from moe.layer import MoELayer
 from moe.modules import FeedForward, Linear, RMSNorm
+from moe.routers import router_class
+from moe.routers.base import Router
 from moe.routing import RoutingContext
 from moe.soft import SoftMoELayer
 
@@ -48,23 +52,46 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids to logits.
+    """Token ids to logits: the whole model, or the part of it that is one stage of a pipeline.
+
+    Args:
+        model: shape of the whole.
+        moe: routing and experts.
+        compute_dtype: see below.
+        layers: which blocks this part holds. With the first one comes the embedding, with the last one the final norm
+            and the head, which under `tie_embeddings` is the embedding's matrix (or, on another stage, a copy of it).
 
     Attributes:
         compute_dtype: of activations and matrix products; parameters stay fp32. Router, norms' means and loss are
             fp32 always.
+        is_first, is_last: whether this part begins with the embedding, and ends with the head.
     """
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        compute_dtype: torch.dtype = torch.float32,
+        layers: range | None = None,
+    ) -> None:
         super().__init__()
         self.config = model
         self.moe_config = moe
         self.compute_dtype = compute_dtype
-        self.embedding = nn.Embedding(model.vocabulary_size, model.width)
+        layers = range(model.layers) if layers is None else layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == model.layers
+        needs_table = self.is_first or (self.is_last and model.tie_embeddings)
+        self.embedding = nn.Embedding(model.vocabulary_size, model.width) if needs_table else None
         # A dictionary keeps a block's name where a pipeline stage holds only some: seeds and checkpoints go by it.
-        self.blocks = nn.ModuleDict({str(index): Block(model, moe, index) for index in range(model.layers)})
-        self.final_norm = RMSNorm(model.width, model.norm_epsilon)
-        self.head = None if model.tie_embeddings else Linear(model.width, model.vocabulary_size)
+        self.blocks = nn.ModuleDict({str(index): Block(model, moe, index) for index in layers})
+        self.final_norm = RMSNorm(model.width, model.norm_epsilon) if self.is_last else None
+        has_head = self.is_last and not model.tie_embeddings
+        self.head = Linear(model.width, model.vocabulary_size) if has_head else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
 
     def moe_layers(self) -> list[MoELayer]:
         """The layers with a router, first to last; soft mixtures have none."""
@@ -76,8 +103,10 @@ class Transformer(nn.Module):
         context: RoutingContext | None = None,
         document_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden_BSD: Tensor | None = None,
+        label_BS: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every position.
+        """Logits of every position, or with labels the losses.
 
         Args:
             token_BS: int64 ids.
@@ -85,9 +114,12 @@ class Transformer(nn.Module):
             document_BS: document number of each position: attention stays within a document and positions restart at
                 its first token. None: one document a row.
             cache: keys and values of earlier positions; the new ones are appended. Not with `document_BS`.
+            hidden_BSD: what the stage before handed on; only where this is not the first one.
+            label_BS: int64 ids to predict, -100 where there is none.
 
         Returns:
-            (B, S, V) in `compute_dtype`.
+            (B, S, V) logits in `compute_dtype`; with labels `token_losses`, (B, S), so that logits need not leave the
+            model. From a stage that is not the last: (B, S, D) for the next one, which leaves through no norm.
 
         Raises:
             ValueError: if the cache is too small, or is used with documents.
@@ -112,24 +144,53 @@ class Transformer(nn.Module):
         position_BS = positions(batch, length, device, document_BS, valid_BS, cache)
         rotation = rotary_rotation(position_BS, self.config.resolved_head_dim, self.config.rope_base, dtype)
         mask = attention_mask(batch, length, device, dtype, document_BS, valid_BS, cache)
-        x_BSD = self.embedding(token_BS).to(dtype)
+        if self.is_first:
+            assert self.embedding is not None
+            hidden_BSD = self.embedding(token_BS).to(dtype)
+        assert hidden_BSD is not None, "a later stage needs what the one before hands on"
         for block in self.blocks.values():
-            x_BSD = block(x_BSD, context, rotation, mask, cache)
+            hidden_BSD = block(hidden_BSD, context, rotation, mask, cache)
         if cache is not None:
             cache.length += length
-        x_BSD = self.final_norm(x_BSD)
-        return F.linear(x_BSD, self.embedding.weight.to(dtype)) if self.head is None else self.head(x_BSD)
+        if self.final_norm is None:
+            return hidden_BSD
+        normed_BSD = self.final_norm(hidden_BSD)
+        return self.logits(normed_BSD) if label_BS is None else self.losses(normed_BSD, label_BS)
+
+    def logits(self, normed_BSD: Tensor) -> Tensor:
+        """(B, S, V) of the last block's normed outputs."""
+        if self.head is not None:
+            return self.head(normed_BSD)
+        assert self.embedding is not None
+        return F.linear(normed_BSD, self.embedding.weight.to(normed_BSD.dtype))
+
+    def losses(self, normed_BSD: Tensor, label_BS: Tensor) -> Tensor:
+        """See `token_losses`."""
+        return token_losses(self.logits(normed_BSD), label_BS)
 
     def after_step(self) -> None:
         """Let every router update its balance state; call once after each optimizer step."""
-        routers = [layer.router for layer in self.moe_layers()]
-        if routers:
-            type(routers[0]).after_step_together(routers)
+        update_routers(self.moe_config, [layer.router for layer in self.moe_layers()])
 
     def forget_step(self) -> None:
         """Let every router drop what it recorded of a step that is not taken."""
         for layer in self.moe_layers():
             layer.router.forget_step()
+
+
+def update_routers(
+    moe: MoEConfig, routers: Sequence[Router], over_stages: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Let routers update their balance state from what they recorded of a step.
+
+    Args:
+        moe: their configuration.
+        routers: of all layers here, of which there may be none.
+        over_stages: adds a tensor up over the stages of a pipeline, all of which call it together; None where there is
+            one only.
+    """
+    if moe.is_moe and moe.router != "soft":
+        router_class(moe.router).after_step_together(routers, over_stages)
 
 
 def positions(

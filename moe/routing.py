@@ -170,6 +170,8 @@ class RoutingContext:
         token_BS: int64 ids, which a hash router reads; the model fills it in.
         seed, step, first_token: with the layer and the token's place, what noise is drawn from: the run's seed, the
             optimizer step, and the number within the step's global batch of this pass' first token.
+        replicas: processes that route these same tokens, and whose gradients are summed (tensor parallelism): each
+            attaches its part of the losses.
         observe: called with (layer, routing) each time a mixture layer routes; not again under activation recompute.
         decisions: by layer, what was decided in this pass. Activation recompute replays it: scores that tie or nearly
             tie could be decided otherwise the second time, and statistics would count twice.
@@ -182,12 +184,13 @@ class RoutingContext:
     valid_BS: Tensor | None = None
     mode: Literal["train", "causal", "train_router"] = "causal"
     threshold_phase: bool = False
-    step_tokens: int | None = None
+    step_tokens: int | Tensor | None = None
     step_groups: int | None = None
     token_BS: Tensor | None = None
     seed: int = 0
     step: int = 0
     first_token: int = 0
+    replicas: int = 1
     observe: Callable[[int, Routing], None] | None = None
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
@@ -200,7 +203,7 @@ class RoutingContext:
     def per_token(self, value_T: Tensor) -> Tensor:
         """This pass' part of the step's mean over valid tokens, of values that are 0 at padding."""
         valid_tokens = value_T.numel() if self.valid_T is None else self.valid_T.sum().clamp_min(1)
-        return value_T.sum() / (self.step_tokens or valid_tokens)
+        return value_T.sum() / (valid_tokens if self.step_tokens is None else self.step_tokens)
 
     def per_group(self, value_G: Tensor) -> Tensor:
         """This pass' part of the step's mean over routing groups (or over sequences, where G are those)."""

@@ -9,6 +9,7 @@ from typing import Literal
 from moe.config import ModelConfig, MoEConfig, divisors, is_moe_layer, require, require_positive
 from moe.groups import check_routing
 from moe.routers.registry import ROUTERS
+from parallel.config import Layout, ParallelConfig, check_parallel, micro_batch_sequences
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class TrainingConfig:
     """Optimizer steps of the whole schedule."""
     batch_sequences: int = 16
     """Sequences of one optimizer step (the global batch)."""
-    micro_batch_sequences: int = 16
-    """Sequences of one forward and backward pass; smaller saves memory and changes no number."""
+    micro_batch_sequences: int = 0
+    """Sequences of one forward and backward pass of a process; smaller saves memory and changes no number. 0 takes as
+    many as the layout allows."""
     sequence_length: int = 256
     """Tokens S of a sequence."""
     learning_rate: float = 3e-3
@@ -88,6 +90,8 @@ class TrainingConfig:
     """AdamW's denominator offset."""
     clip_norm: float = 1.0
     """Global gradient norm is clipped to this; 0 does not clip."""
+    bad_steps: int = 3
+    """A step whose gradient is not finite is left out, on all processes; so many in a row end the run."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Of activations and matrix products; `auto` takes bf16 where the hardware multiplies it. Weights and optimizer
     state are fp32 always."""
@@ -99,11 +103,12 @@ class TrainingConfig:
             "training",
             steps=self.steps,
             batch_sequences=self.batch_sequences,
-            micro_batch_sequences=self.micro_batch_sequences,
             sequence_length=self.sequence_length,
+            bad_steps=self.bad_steps,
         )
+        require(self.micro_batch_sequences >= 0, "training.micro_batch_sequences must be 0 (as many as fit) or more")
         require(
-            self.batch_sequences % self.micro_batch_sequences == 0,
+            self.micro_batch_sequences == 0 or self.batch_sequences % self.micro_batch_sequences == 0,
             f"training.micro_batch_sequences = {self.micro_batch_sequences} does not divide training.batch_sequences = "
             f"{self.batch_sequences}: choose among {divisors(self.batch_sequences)}",
         )
@@ -127,24 +132,6 @@ class TrainingConfig:
             value = getattr(self, key)
             require(value >= 0, f"training.{key} = {value}: must be 0 or more")
         require(self.epsilon > 0, f"training.epsilon = {self.epsilon}: must be greater than 0")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Degrees of parallelism. This version runs in one process; every degree is 1."""
-
-    data: int = 1
-    """Data-parallel degree."""
-    expert: int = 1
-    """Expert-parallel degree."""
-    tensor: int = 1
-    """Tensor-parallel degree."""
-    pipeline: int = 1
-    """Pipeline stages."""
-
-    def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            require(value == 1, f"parallel.{key} = {value}: only 1 is possible in this version (one process)")
 
 
 @dataclass(frozen=True)
@@ -197,7 +184,8 @@ class Config:
             for key, value in vars(getattr(self, section.name)).items():
                 finite = not isinstance(value, float) or math.isfinite(value)
                 require(finite, f"{section.name}.{key} = {value}: must be a finite number")
-        check_routing(self.moe, self.training.sequence_length, self.training.micro_batch_sequences)
+        micro_batch = self.training.micro_batch_sequences or self.training.batch_sequences
+        check_routing(self.moe, self.training.sequence_length, micro_batch)
         experts = [i for i in range(self.model.layers) if is_moe_layer(self.model, i)]
         require(
             bool(experts) or not self.moe.is_moe,
@@ -213,6 +201,30 @@ class Config:
         require(
             self.run.stop_after <= self.training.steps,
             f"run.stop_after = {self.run.stop_after}: must be at most training.steps = {self.training.steps}",
+        )
+
+    def layout(self, world: int = 1) -> Layout:
+        """How the run is spread over so many processes.
+
+        Raises:
+            ConfigError: if it cannot be; names what would work.
+        """
+        layout = Layout.of(self.parallel, world)
+        check_parallel(self.parallel, layout, self.model, self.moe, self.training.sequence_length)
+        self.micro_batch_sequences(layout)
+        return layout
+
+    def micro_batch_sequences(self, layout: Layout) -> int:
+        """Sequences of one pass of a process: `training.micro_batch_sequences`, or as many as the layout allows."""
+        training, group = self.training, self.moe.group_sequences if self.moe.is_moe else 1
+        return micro_batch_sequences(
+            self.parallel,
+            layout,
+            self.moe,
+            training.batch_sequences,
+            training.micro_batch_sequences,
+            group,
+            training.sequence_length,
         )
 
     @property

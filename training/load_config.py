@@ -140,6 +140,10 @@ def _check_type(key: str, value: Any, hint: Any, source: str) -> Any:
         if typing.get_origin(option) is typing.Literal:
             if value in typing.get_args(option) and isinstance(value, str):
                 return value
+        elif typing.get_origin(option) is tuple:
+            item = typing.get_args(option)[0]
+            if isinstance(value, list | tuple) and all(type(entry) is item for entry in value):
+                return tuple(value)
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value) if abs(value) < 1e300 else value  # a longer whole number has no float
         elif option is not type(None) and type(value) is option:
@@ -155,6 +159,8 @@ def _describe(options: tuple[Any, ...]) -> str:
     for option in options:
         if typing.get_origin(option) is typing.Literal:
             parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif typing.get_origin(option) is tuple:
+            parts.append("a list of " + {int: "whole numbers", str: "texts"}[typing.get_args(option)[0]])
         elif option is not type(None):
             parts.append(names[option])
     return " or ".join(parts)

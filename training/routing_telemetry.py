@@ -18,9 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.config import is_moe_layer
 from moe.model import Transformer
+from moe.routers import router_class
 from moe.routers.threshold import ThresholdRouter
 from moe.routing import Routing
+from parallel.engine import Engine
 from training import load_metrics as metrics
 
 # Load and drops are told apart by position in so many equal stretches of the sequence.
@@ -51,6 +54,7 @@ class RoutingTelemetry:
         experts_per_token: k, for the margin.
         sequence_length: S.
         device: of the model.
+        engine: where several processes share the steps; every one then makes the same calls, and all get all records.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class RoutingTelemetry:
         experts_per_token: int,
         sequence_length: int,
         device: torch.device | str = "cpu",
+        engine: Engine | None = None,
     ) -> None:
         self.layers = list(layers)
+        self._engine = engine
         self.experts_per_token = experts_per_token
         self._place = {layer: place for place, layer in enumerate(self.layers)}
         self._shape = (len(self.layers), min(STRETCHES, sequence_length), num_experts)
@@ -73,11 +79,12 @@ class RoutingTelemetry:
         self._cutoff_LE: Tensor | None = None
 
     @classmethod
-    def of(cls, model: Transformer, sequence_length: int) -> RoutingTelemetry:
-        """For all layers of a model."""
-        layers, moe = [layer.index for layer in model.moe_layers()], model.moe_config
-        device = model.embedding.weight.device
-        return cls(layers, moe.num_experts, moe.experts_per_token, sequence_length, device)
+    def of(cls, model: Transformer | Engine, sequence_length: int) -> RoutingTelemetry:
+        """For all layers of a model, also those that are not here."""
+        moe, routed = model.moe_config, model.moe_config.is_moe and model.moe_config.router != "soft"
+        layers = [n for n in range(model.config.layers) if routed and is_moe_layer(model.config, n)]
+        engine = model if isinstance(model, Engine) else None
+        return cls(layers, moe.num_experts, moe.experts_per_token, sequence_length, model.device, engine)
 
     def start_step(self, detailed: bool) -> None:
         """Forget the last step; `detailed` where this one is to have a record."""
@@ -92,7 +99,7 @@ class RoutingTelemetry:
             self._add({name: sums[place] for name, sums in self._sums.items()}, routing)
 
     def sums(self) -> dict[str, Tensor]:
-        """The sums that `routing_record` takes; those of several processes are simply added.
+        """The sums that `routing_record` takes, over all processes.
 
         - stretch_tokens_LP, int64: valid tokens by the stretch of the sequence they stand in
         - stretch_counts_LPE, int64: tokens that each expert took
@@ -104,9 +111,12 @@ class RoutingTelemetry:
         - window_LE, int64: tokens that each expert took in the window
         """
         assert self._sums is not None, "only a detailed step has sums"
-        return self._sums | {"window_LE": self._window_LE}
+        return {name: self._over_job(sums) for name, sums in (self._sums | {"window_LE": self._window_LE}).items()}
 
-    def end_step(self, model: Transformer) -> dict[str, Any] | None:
+    def _over_job(self, sums: Tensor) -> Tensor:
+        return sums if self._engine is None else self._engine.sum_over_job(sums)
+
+    def end_step(self, model: Transformer | Engine) -> dict[str, Any] | None:
         """The record of a detailed step, after which a new window begins.
 
         Args:
@@ -120,7 +130,7 @@ class RoutingTelemetry:
         if self._sums is None or not self.layers:
             return None
         record = {"layers": self.layers, "window_steps": self._window_steps} | routing_record(self.sums())
-        before_LE, self._cutoff_LE = self._cutoff_LE, router_cutoffs(model)
+        before_LE, self._cutoff_LE = self._cutoff_LE, self._cutoffs(model)
         drift_L: list[float | None] = [None] * len(self.layers)
         if before_LE is not None and self._cutoff_LE is not None:
             drift_L = (self._cutoff_LE - before_LE).abs().mean(1).tolist()
@@ -132,7 +142,7 @@ class RoutingTelemetry:
         """The unfinished window, as JSON values, so that a run that is continued writes the same records."""
         return {
             "window_steps": self._window_steps,
-            "window": self._window_LE.tolist(),
+            "window": self._over_job(self._window_LE).tolist(),
             "cutoffs": None if self._cutoff_LE is None else self._cutoff_LE.tolist(),
         }
 
@@ -141,9 +151,23 @@ class RoutingTelemetry:
         if state is None:
             return
         self._window_steps = state["window_steps"]
-        self._window_LE.copy_(torch.tensor(state["window"], dtype=torch.int64).view_as(self._window_LE))
+        if self._engine is None or self._engine.is_main:  # one has it all, and the others add nothing
+            self._window_LE.copy_(torch.tensor(state["window"], dtype=torch.int64).view_as(self._window_LE))
         cutoffs = state["cutoffs"]
         self._cutoff_LE = None if cutoffs is None else torch.tensor(cutoffs, dtype=torch.float64)
+
+    def _cutoffs(self, model: Transformer | Engine) -> Tensor | None:
+        """fp64 (L, E) cutoffs of all layers, on the CPU; None where routers track none."""
+        models = model.models if isinstance(model, Engine) else [model]
+        routers = {layer.index: layer.router for part in models for layer in part.moe_layers()}
+        if not issubclass(router_class(model.moe_config.router), ThresholdRouter):
+            return None
+        cutoff_LE = self._window_LE.new_zeros(self._window_LE.shape, dtype=torch.float64)
+        if self._engine is None or self._engine.mesh.data == 0:  # the others' are the same
+            for index, router in routers.items():
+                assert isinstance(router, ThresholdRouter)
+                cutoff_LE[self._place[index]] = router.cutoff_E
+        return self._over_job(cutoff_LE).cpu()
 
     def _zeros(self) -> dict[str, Tensor]:
         layers, stretches, experts = self._shape
@@ -195,13 +219,6 @@ def margins(scores_TE: Tensor, experts_per_token: int) -> Tensor:
     else:
         rising_TE = scores_TE.detach().topk(k + 1, dim=1).values.flip(1)
     return rising_TE[:, -k] - rising_TE[:, -k - 1]
-
-
-def router_cutoffs(model: Transformer) -> Tensor | None:
-    """fp64 (L, E) cutoffs, on the CPU; None where routers track none."""
-    routers = [layer.router for layer in model.moe_layers()]
-    cutoffs = [router.cutoff_E for router in routers if isinstance(router, ThresholdRouter)]
-    return torch.stack(cutoffs).double().cpu() if cutoffs else None
 
 
 def routing_record(sums: dict[str, Tensor]) -> dict[str, Any]:

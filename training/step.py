@@ -1,4 +1,4 @@
-"""One optimizer step, normalised so that micro-batching changes no number."""
+"""One optimizer step, normalised so that neither micro-batches nor processes change a number."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ import torch
 from torch import Tensor
 
 from data.batches import Batch, document_numbers
-from moe.model import Transformer, token_losses
+from moe.auxiliary import LOSSES
+from moe.model import Transformer
 from moe.routing import Routing, RoutingContext
+from parallel.collectives import total
+from parallel.engine import Engine
+from parallel.pipeline import MicroBatch
 from training.config import Config
 from training.optimizer import learning_rate
 
 
 class NonFiniteGradient(RuntimeError):
-    """The gradient norm is infinite or not a number; the weights were left as they were."""
+    """The gradient norm is infinite or not a number; the weights were left as they were, on all processes."""
 
 
 @dataclass
 class StepResult:
-    """What one step measured.
+    """What one step measured, over all processes.
 
     Attributes:
         nats: summed negative log-likelihood of the step's tokens.
         tokens: labels that counted.
         learning_rate: that was used.
         gradient_norm: before clipping.
-        auxiliary: balance and z values, summed over layers.
+        auxiliary: values of the losses besides, summed over layers.
     """
 
     nats: float
@@ -45,7 +49,7 @@ class StepResult:
 
 
 def train_step(
-    model: Transformer,
+    model: Engine | Transformer,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     config: Config,
@@ -56,60 +60,91 @@ def train_step(
     """Forward, backward, clip, update, and move the routers' balance state.
 
     Args:
-        model: in any state; parameters on one device.
-        optimizer: from `build_optimizer`.
-        batch: the step's global batch, on any device.
+        model: in any state.
+        optimizer: of its parameters.
+        batch: this process' rows of the step's global batch: part `engine.mesh.data` of as many as there are.
         config: of the run.
         step: from 0.
         end_of_text: id that starts a document.
         observe: called with every layer's routing, once a micro-batch.
 
     Raises:
-        NonFiniteGradient: weights, moments and routers are as before the step.
+        NonFiniteGradient: on all processes alike; weights, moments and routers are as before the step.
     """
-    device = next(model.parameters()).device
-    rows = config.training.micro_batch_sequences
-    step_rows, sequence_length = batch.token_BS.shape
-    step_tokens = int((batch.label_BS != -100).sum())
-    nats = torch.zeros((), dtype=torch.float64, device=device)
+    engine = model if isinstance(model, Engine) else Engine.around(model)
     auxiliary: dict[str, Tensor] = {}
-    for start in range(0, step_rows, rows):
-        token_BS = batch.token_BS[start : start + rows].to(device)
-        label_BS = batch.label_BS[start : start + rows].to(device)
-        context = RoutingContext(
-            token_BS.shape[0],
-            sequence_length,
-            mode="train",
-            threshold_phase=step >= config.threshold_step,
-            step_tokens=step_rows * sequence_length,
-            step_groups=step_rows // config.moe.group_sequences,
-            seed=config.run.seed,
-            step=step,
-            first_token=start * sequence_length,
-            observe=observe,
-            auxiliary=auxiliary,
-        )
-        document_BS = document_numbers(token_BS, end_of_text) if config.data.document_mask else None
-        loss = token_losses(model(token_BS, context, document_BS), label_BS).sum()
-        # The step's token count, not the micro-batch's: a mean of means weighs tokens unequally.
-        (loss / step_tokens).backward()
-        nats += loss.detach()
-
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+    micro_batches = _micro_batches(engine, batch, config, step, end_of_text, observe, auxiliary)
+    labels = total((batch.label_BS != -100).sum().to(engine.device), engine.mesh.data_group)  # stays on the device
+    nats = engine.forward_backward(micro_batches, labels)
+    norm = engine.finish_gradients()
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
-        model.forget_step()
+        engine.forget_step()
         raise NonFiniteGradient(
             f"step {step + 1}: the gradient norm is {norm}; lower training.learning_rate, lengthen "
             "training.warmup_steps, set training.clip_norm, or lower the moe.*_coefficient that are not 0"
         )
-    clip = config.training.clip_norm
-    if clip and norm > clip:  # most steps need no clipping, and scaling by 1 would still touch every gradient
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, torch.tensor(norm, device=device))
+    engine.clip(norm, config.training.clip_norm)
     rate = learning_rate(config.training, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    model.after_step()
-    return StepResult(nats.item(), step_tokens, rate, norm, {name: value.item() for name, value in auxiliary.items()})
+    engine.after_step()
+    return _result(engine, nats, labels, rate, norm, auxiliary)
+
+
+def _micro_batches(
+    engine: Engine,
+    batch: Batch,
+    config: Config,
+    step: int,
+    end_of_text: int,
+    observe: Callable[[int, Routing], None] | None,
+    auxiliary: dict[str, Tensor],
+) -> list[MicroBatch]:
+    layout, device = engine.mesh.layout, engine.device
+    rows = config.micro_batch_sequences(layout)
+    own_rows, length = batch.token_BS.shape
+    step_tokens: int | Tensor = own_rows * layout.data * length
+    if batch.valid_BS is not None:
+        step_tokens = total(batch.valid_BS.sum().to(device), engine.mesh.data_group)
+    made = []
+    for start in range(0, own_rows, rows):
+        token_BS, label_BS, valid_BS = (
+            None if values is None else values[start : start + rows].to(device)
+            for values in (batch.token_BS, batch.label_BS, batch.valid_BS)
+        )
+        assert token_BS is not None and label_BS is not None
+        context = RoutingContext(
+            token_BS.shape[0],
+            length,
+            valid_BS=valid_BS,
+            mode="train",
+            threshold_phase=step >= config.threshold_step,
+            step_tokens=step_tokens,
+            step_groups=own_rows * layout.data // config.moe.group_sequences,
+            seed=config.run.seed,
+            step=step,
+            first_token=(engine.mesh.data * own_rows + start) * length,
+            observe=observe,
+            auxiliary=auxiliary,
+        )
+        document_BS = document_numbers(token_BS, end_of_text) if config.data.document_mask else None
+        made.append(MicroBatch(context, token_BS, label_BS, document_BS))
+    return made
+
+
+def _result(
+    engine: Engine, nats: Tensor, labels: Tensor, rate: float, norm: float, auxiliary: dict[str, Tensor]
+) -> StepResult:
+    """Add up over processes. Each has the losses of its own layers, so that which there are is part of the sum."""
+    here = [auxiliary.get(name) for name in LOSSES]
+    values = torch.stack(
+        [nats]
+        + [nats.new_zeros(()) if value is None else value.double() for value in here]
+        + [nats.new_tensor(value is not None) for value in here]
+    )
+    found = engine.sum_over_job(values).tolist()
+    known = zip(LOSSES, found[1 : 1 + len(LOSSES)], found[1 + len(LOSSES) :], strict=True)
+    return StepResult(found[0], int(labels.item()), rate, norm, {name: value for name, value, there in known if there})

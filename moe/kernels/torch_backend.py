@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.kernels.permute import Combine
 from moe.routing import Routing
 
 
@@ -42,7 +43,10 @@ class Groups:
             # unbind, not w[e]: one view each, and no search through the experts.
             return torch.cat([run @ weight for run, weight in zip(runs, weight_EXY.unbind(0), strict=True)])
         rows_ECX = rows_AX.view(self.num_experts, self.capacity, -1)
-        return torch.bmm(rows_ECX, weight_EXY).view(rows_AX.shape[0], -1)
+        out_AY = rows_AX.new_empty(rows_AX.shape[0], weight_EXY.shape[2])
+        # Into place: what leaves the experts' module must not be a view, or FSDP2 cannot hook its backward safely.
+        torch.bmm(rows_ECX, weight_EXY, out=out_AY.view(self.num_experts, self.capacity, -1))
+        return out_AY
 
     def outer(self, left_AX: Tensor, right_AY: Tensor) -> Tensor:
         """Sum over each run of left times right: (A, X), (A, Y) -> (E, X, Y); zeros for an empty run."""
@@ -68,30 +72,6 @@ def _suits_grouped_mm(*operands: Tensor) -> bool:
         and all(stride * operand.element_size() % 16 == 0 for stride in operand.stride() if stride > 1)
         for operand in operands
     )
-
-
-class Combine:
-    """Sums of rows by token in a fixed order: each token's assignments, lowest expert first.
-
-    Attributes:
-        order_A: assignments sorted by token.
-        start_T: where each token's assignments start in that order.
-    """
-
-    def __init__(self, order_A: Tensor, start_T: Tensor) -> None:
-        self.order_A, self.start_T = order_A, start_T
-
-    @classmethod
-    def by_token(cls, token_A: Tensor, num_tokens: int) -> Combine:
-        """Sort the assignments."""
-        order_A = token_A.argsort(stable=True)
-        token_T = torch.arange(num_tokens, device=token_A.device, dtype=token_A.dtype)
-        return cls(order_A, torch.searchsorted(token_A[order_A], token_T))
-
-    def __call__(self, rows_AD: Tensor, weight_A: Tensor | None = None) -> Tensor:
-        """(A, D) -> (T, D): the (weighted) sum of each token's rows, zeros where it has none."""
-        weight_A = None if weight_A is None else weight_A.index_select(0, self.order_A).to(rows_AD.dtype)
-        return F.embedding_bag(self.order_A, rows_AD, self.start_T, mode="sum", per_sample_weights=weight_A)
 
 
 class _GroupedMLP(torch.autograd.Function):

@@ -173,8 +173,15 @@ class Router(nn.Module):
         self.forget_step()
 
     @classmethod
-    def after_step_together(cls, routers: Sequence[Router]) -> None:
-        """Update the routers of all layers; for those whose state looks at all of them."""
+    def after_step_together(
+        cls, routers: Sequence[Router], over_stages: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Update the routers of all layers here, of which there may be none; for state that looks at all of them.
+
+        Args:
+            routers: in layer order.
+            over_stages: see `moe.model.update_routers`.
+        """
         for router in routers:
             router.after_step()
 

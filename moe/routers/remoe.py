@@ -8,7 +8,7 @@ averages the L1 over layers, here layers are summed: the weight that settles is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -78,13 +78,16 @@ class ReMoERouter(Router):
 
     @classmethod
     @torch.no_grad()
-    def after_step_together(cls, routers: Sequence[Router]) -> None:
+    def after_step_together(
+        cls, routers: Sequence[Router], over_stages: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         """Adapt the weight of the L1 to the sparsity of all layers (eq. 9)."""
         remoe = [cast(ReMoERouter, router) for router in routers]
-        config = remoe[0].config
-        active = torch.stack([router.step_active for router in remoe]).sum()
-        aimed = torch.stack([router.step_tokens for router in remoe]).sum() * config.experts_per_token
+        excesses = [router.step_active - router.step_tokens * router.config.experts_per_token for router in remoe]
+        excess = torch.stack(excesses).sum() if excesses else torch.zeros((), dtype=torch.int64)
+        if over_stages is not None:
+            excess = over_stages(excess)
         for router in remoe:
-            router.l1_weight *= config.l1_multiplier ** torch.sign(active - aimed)
+            router.l1_weight *= router.config.l1_multiplier ** torch.sign(excess)
             router.l1_weight.clamp_(*_L1_RANGE)
             router.after_step()
