@@ -41,10 +41,10 @@ def auxiliary_losses(
         value = context.per_token(router_z(routing.logits(), routing.valid_T))
         losses["z"] = config.z_coefficient, value
     if config.orthogonality_coefficient:
-        # A matter of the weights alone: each pass takes the part of it that its tokens are of the step's.
-        tokens_T = torch.ones(routing.num_tokens, device=routing.offsets_E.device)
-        part = context.per_token(tokens_T if routing.valid_T is None else routing.valid_T.float())
-        losses["orthogonality"] = config.orthogonality_coefficient, part * orthogonality(router.weight_ED)
+        # A matter of the weights alone: each pass takes the part of it that its tokens are of the step's. Its gradient
+        # is the router's business, see `Router.logits`.
+        value = context.part_of_step(routing.offsets_E.device) * orthogonality(router.weight_ED.detach())
+        losses["orthogonality"] = config.orthogonality_coefficient, value
     return losses
 
 

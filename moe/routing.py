@@ -205,6 +205,12 @@ class RoutingContext:
         valid_tokens = value_T.numel() if self.valid_T is None else self.valid_T.sum().clamp_min(1)
         return value_T.sum() / (valid_tokens if self.step_tokens is None else self.step_tokens)
 
+    def part_of_step(self, device: torch.device) -> Tensor:
+        """Which part of the step's valid tokens this pass has."""
+        return self.per_token(
+            torch.ones(self.num_tokens, device=device) if self.valid_T is None else self.valid_T.float()
+        )
+
     def per_group(self, value_G: Tensor) -> Tensor:
         """This pass' part of the step's mean over routing groups (or over sequences, where G are those)."""
         return value_G.sum() / (self.step_groups or value_G.numel())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe import noise
 from moe.config import MoEConfig
+from moe.losses import attach_loss, orthogonality
 from moe.routing import Decision, Routing, RoutingContext, recomputing
 
 
@@ -31,7 +32,7 @@ class Router(nn.Module):
     """
 
     counts_load: ClassVar[bool] = False
-    weight_ED: nn.Parameter
+    weight_ED: Tensor
     load_E: Tensor
     step_load_E: Tensor
 
@@ -70,7 +71,7 @@ class Router(nn.Module):
         """
         # Autocast would quietly take the matmul back to bf16.
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = self.logits(self.router_input(x_TD, context))
+            logits_TE = self.logits(self.router_input(x_TD, context), context)
             scores_TE = self.score(logits_TE)
         return self.select(scores_TE, logits_TE, context)
 
@@ -82,9 +83,17 @@ class Router(nn.Module):
         unit_TD = noise.uniform(context, self.layer, "jitter", x_TD.shape[1], x_TD.device)
         return x_TD * (1 + self.config.jitter * (2 * unit_TD - 1))
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """Router logits (T, E) of fp32 inputs."""
-        return x_TD @ self.weight_ED.T
+    def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
+        """Router logits (T, E) of fp32 inputs.
+
+        The orthogonality loss is a matter of the projection alone, and is attached to that: so it needs no path
+        through the layer, where a pipeline that splits backward in two would go twice.
+        """
+        weight_ED, coefficient = self.weight_ED, self.config.orthogonality_coefficient
+        if coefficient and context.mode == "train":
+            value = context.part_of_step(x_TD.device) * orthogonality(weight_ED)
+            weight_ED = attach_loss(weight_ED, coefficient * value / context.replicas)
+        return x_TD @ weight_ED.T
 
     def score(self, logits_TE: Tensor) -> Tensor:
         """Scores from logits, as `config.score` says; in [0, 1] but for ReMoE's."""

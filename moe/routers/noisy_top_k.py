@@ -39,7 +39,7 @@ class NoisyTopKRouter(TokenChoiceRouter):
             return super().forward(x_TD, context)
         with torch.autocast(x_TD.device.type, enabled=False):
             x_TD = self.router_input(x_TD, context)
-            clean_TE = self.logits(x_TD)
+            clean_TE = self.logits(x_TD, context)
             deviation_TE = F.softplus(x_TD @ self.noise_ED.T)
             noise_TE = noise.normal(context, self.layer, "noisy top-k", clean_TE.shape[1], clean_TE.device)
             logits_TE = clean_TE + noise_TE * deviation_TE
