@@ -1,4 +1,4 @@
-"""Train one model: `python train.py CONFIG.toml [--section.key value ...]`.
+"""Train one model: `python train.py CONFIG.toml [--section.key value ...]`; under torchrun, in many processes.
 
 This file is the experiment from top to bottom. What is computed is in `moe/`, what is read in `data/`, the machinery
 of a run in `training/`, and what the result is worth in `eval/`.
@@ -7,8 +7,8 @@ of a run in `training/`, and what the result is worth in `eval/`.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
-import os
 import shlex
 import signal
 import sys
@@ -21,17 +21,18 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
-from data.batches import Batch, Batches, heldout_windows
+from data.batches import IGNORED_LABEL, Batches, heldout_windows
 from data.corpus import Corpus
 from data.errors import DataError
 from eval.likelihood import evaluate
 from moe.config import ConfigError
 from moe.flops import training_flops_per_token
-from moe.initialization import build_model, parameter_counts
-from moe.model import Transformer
+from parallel.engine import Engine
 from training.checkpoint import CheckpointError, load_model, load_optimizer, save_checkpoint
 from training.config import Config
-from training.device import choose_device, compute_dtype, keep_freed_memory, peak_flops
+from training.device import compute_dtype, keep_freed_memory, peak_flops
+from training.job import Job, is_shared
+from training.layout_table import layout_table
 from training.load_config import load_config
 from training.optimizer import build_optimizer
 from training.routing_telemetry import RoutingTelemetry, layer_means
@@ -46,24 +47,23 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 def main(arguments: list[str]) -> int:
     """Command line; the exit status."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    job = Job()
+    console = Console(soft_wrap=True, highlight=False, markup=False, quiet=not job.is_main)
     try:
-        config = load_config(arguments)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"torchrun started {os.environ['WORLD_SIZE']} processes; this version trains in one: "
-                "use --nproc-per-node 1"
-            )
-        return train(config, console)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (RunError, CheckpointError, DataError, NonFiniteGradient, OSError, SafetensorError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        with contextlib.nullcontext() if job.is_main else contextlib.redirect_stderr(io.StringIO()):
+            config = load_config(arguments)  # a bad flag is explained once
+        config.layout(job.world)
+        status = train(config, job, console)
+    except (ConfigError, RunError, CheckpointError, DataError, NonFiniteGradient, OSError, SafetensorError) as error:
+        if job.is_main or not is_shared(error):
+            print(f"error: {f'process {job.rank}: ' if job.rank else ''}{error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:  # before the first step, after the last one, or the second time
-        print("interrupted; what was saved can be continued with --run.resume auto", file=sys.stderr)
+        if job.is_main:
+            print("interrupted; what was saved can be continued with --run.resume auto", file=sys.stderr)
         return EXIT_INTERRUPTED
+    job.leave()
+    return status
 
 
 @dataclass
@@ -74,26 +74,27 @@ class Experiment:
         first_step: optimizer steps already done, from the checkpoint.
     """
 
+    job: Job
     run: Run
     corpus: Corpus
     batches: Batches
-    model: Transformer
+    model: Engine
     optimizer: torch.optim.Optimizer
     device: torch.device
     telemetry: RoutingTelemetry
     first_step: int
 
 
-def train(config: Config, console: Console) -> int:
+def train(config: Config, job: Job, console: Console) -> int:
     """Run an experiment to its end, to `run.stop_after`, or to Ctrl-C; the exit status."""
     keep_freed_memory()
-    experiment = prepare(config)
+    experiment = prepare(config, job)
     run, steps = experiment.run, config.training.steps
-    if experiment.first_step == steps and any("final/loss" in line for line in run.metrics()):
+    if experiment.first_step == steps and job.on_main(lambda: any("final/loss" in line for line in run.metrics())):
         console.print(f"{run.folder} has all its {steps} steps; scoreboard: python -m eval.report {run.folder}")
         return 0
     describe(experiment, console)
-    with RunLog(run, experiment.first_step) as log, interruptible() as asked_to_stop:
+    with RunLog(run, experiment.first_step, job.is_main) as log, interruptible() as asked_to_stop:
         done = take_steps(experiment, log, asked_to_stop, console)
         if done == steps:
             with console.status("scoring held-out text"):
@@ -111,9 +112,9 @@ def train(config: Config, console: Console) -> int:
     return EXIT_INTERRUPTED if asked_to_stop() else 0
 
 
-def prepare(config: Config) -> Experiment:
+def prepare(config: Config, job: Job) -> Experiment:
     """Open the data, make or find the run's folder, build the model, and load the checkpoint if there is one."""
-    device = choose_device(config.training.device)
+    device = job.connect(config.training.device)
     corpus = Corpus.open(config.data.corpus)
     corpus.require_model_vocabulary(config.model.vocabulary_size)
     training = config.training
@@ -121,19 +122,32 @@ def prepare(config: Config) -> Experiment:
         corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
     )
     heldout_windows(corpus, training.sequence_length)  # refuses a corpus without held-out text, before training
-    run, checkpoint = Run.create(config)
-    dtype = compute_dtype(training.precision, device)
-    model = build_model(config.model, config.moe, config.run.seed, device, dtype)
+    run, checkpoint = Run.create(config, job)
+    layout = config.layout(job.world)
+    rows = config.micro_batch_sequences(layout)
+    model = Engine.build(
+        config.model,
+        config.moe,
+        config.parallel,
+        layout,
+        config.run.seed,
+        device,
+        compute_dtype(training.precision, device),
+        rows,
+        training.batch_sequences // layout.data // rows,
+        training.sequence_length,
+    )
     optimizer = build_optimizer(model, training)
     telemetry = RoutingTelemetry.of(model, training.sequence_length)
     if checkpoint is None:
-        run.write_environment(corpus)
-        return Experiment(run, corpus, batches, model, optimizer, device, telemetry, 0)
-    run.require_same_corpus(corpus)
-    load_model(checkpoint, model)
-    load_optimizer(checkpoint, model, optimizer)
+        if job.is_main:
+            run.write_environment(corpus)
+        return Experiment(job, run, corpus, batches, model, optimizer, device, telemetry, 0)
+    job.on_main(lambda: run.require_same_corpus(corpus))
+    load_model(checkpoint, model.models)
+    load_optimizer(checkpoint, model.models, optimizer)
     telemetry.load_state(checkpoint.state.get("routing"))
-    return Experiment(run, corpus, batches, model, optimizer, device, telemetry, checkpoint.step)
+    return Experiment(job, run, corpus, batches, model, optimizer, device, telemetry, checkpoint.step)
 
 
 def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], console: Console) -> int:
@@ -141,18 +155,33 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
     config = e.run.config
     last_step = max(e.first_step, config.run.stop_after or config.training.steps)
     done = e.first_step
-    stop = done == last_step
-    with profiler(e.run) as profile, progress_line(console) as progress:
+    stop, bad_steps = done == last_step, 0
+    own_rows = config.training.batch_sequences // e.model.mesh.layout.data
+    rows = slice(e.model.mesh.data * own_rows, (e.model.mesh.data + 1) * own_rows)
+    with profiler(e) as profile, progress_line(console) as progress:
         task = progress.add_task("", total=config.training.steps, completed=done, status="")
         while not stop:
             step, started = done, time.perf_counter()
-            batch = e.batches.batch(step)
+            batch = e.batches.batch(step, rows.start, rows.stop)
             done = step + 1
             to_log = done % config.log.every == 0
             e.telemetry.start_step(detailed=to_log)
             end_of_text = e.corpus.tokenizer.end_of_text
-            result = train_step(e.model, e.optimizer, batch, config, step, end_of_text, e.telemetry.observe)
-            values = step_values(e, batch, step, result, time.perf_counter() - started)
+            labels = batch.label_BS[batch.label_BS != IGNORED_LABEL].numpy()
+            text_bytes = int(e.corpus.tokenizer.token_bytes_V[labels].sum())
+            try:
+                result = train_step(
+                    e.model, e.optimizer, batch, config, step, end_of_text, e.telemetry.observe, text_bytes
+                )
+                values, bad_steps = step_values(e, step, result, time.perf_counter() - started), 0
+            except NonFiniteGradient as error:
+                # Its data and its place in the schedule are used up; weights, moments and routers stay.
+                bad_steps += 1
+                values = {"step": done, "skipped": str(error)}
+                if bad_steps == config.training.bad_steps:
+                    log.metrics(values)
+                    raise NonFiniteGradient(f"{error} ({bad_steps} steps in a row: training.bad_steps)") from None
+                console.print(f"left out {error}")
             if routing := e.telemetry.end_step(e.model):
                 log.routing({"step": done, "threshold_phase": step >= config.threshold_step} | routing)
                 values |= layer_means(routing)
@@ -164,17 +193,17 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
             progress.update(task, completed=done, status=status_text(values))
             profile.step()
             at_interval = config.run.checkpoint_every and done % config.run.checkpoint_every == 0
-            stop = done == last_step or asked_to_stop()
+            stop = done == last_step or e.job.any(asked_to_stop(), e.device)
             if stop or at_interval:
                 state = {"tokens": done * config.tokens_per_step, "routing": e.telemetry.state()}
-                save_checkpoint(e.run.checkpoints, done, e.model, e.optimizer, state)
+                save_checkpoint(e.run.checkpoints, done, e.model.models, e.optimizer, state)
     return done
 
 
 def describe(e: Experiment, console: Console) -> None:
     """Say what is about to happen, and how load is balanced."""
     config, moe = e.run.config, e.run.config.moe
-    total, active = parameter_counts(e.model)
+    total, active = e.model.parameter_counts()
     dtype = str(e.model.compute_dtype).removeprefix("torch.")
     console.print(
         f"{e.run.folder}: {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active a token, on {e.device.type} in "
@@ -191,20 +220,20 @@ def describe(e: Experiment, console: Console) -> None:
             f"router {moe.router} is not causal in training: its losses are logged as noncausal_*; {switch}"
             "validation is causal throughout; python -m eval.causality measures the leak"
         )
+    if e.job.world > 1:
+        console.print(layout_table(e.model, e.job))
     if e.first_step:
         console.print(f"continuing from step {e.first_step}")
 
 
-def step_values(e: Experiment, batch: Batch, step: int, result: StepResult, seconds: float) -> dict[str, Any]:
+def step_values(e: Experiment, step: int, result: StepResult, seconds: float) -> dict[str, Any]:
     """The line of metrics.jsonl of one step. A loss that its router may have leaked into is named noncausal."""
     config = e.run.config
-    labels = batch.label_BS[batch.label_BS != -100].numpy()
-    text_bytes = int(e.corpus.tokenizer.token_bytes_V[labels].sum())
     prefix = "noncausal_" if config.training_router_leaks and step < config.threshold_step else ""
     values: dict[str, Any] = {
         "step": step + 1,
         f"{prefix}loss": result.loss,
-        f"{prefix}bits_per_byte": result.nats / math.log(2) / max(1, text_bytes),
+        f"{prefix}bits_per_byte": result.nats / math.log(2) / max(1, result.text_bytes),
         "learning_rate": result.learning_rate,
         "gradient_norm": result.gradient_norm,
         "tokens": (step + 1) * config.tokens_per_step,
@@ -213,7 +242,7 @@ def step_values(e: Experiment, batch: Batch, step: int, result: StepResult, seco
     values |= {f"{name}_loss": value for name, value in result.auxiliary.items()}
     if (peak := peak_flops(e.device, e.model.compute_dtype)) is not None:
         flops = training_flops_per_token(config.model, config.moe, config.training.sequence_length)
-        values["mfu"] = flops * result.tokens / seconds / peak
+        values["mfu"] = flops * result.tokens / seconds / (peak * e.job.world)
     return values
 
 
@@ -247,9 +276,10 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def profiler(run: Run) -> Iterator[Any]:
-    """A torch.profiler over `log.profile` steps, or something that ignores `step()`."""
-    if not run.config.log.profile:
+def profiler(e: Experiment) -> Iterator[Any]:
+    """A torch.profiler over `log.profile` steps of the main process, or something that ignores `step()`."""
+    run = e.run
+    if not run.config.log.profile or not e.job.is_main:
         yield type("NoProfile", (), {"step": staticmethod(lambda: None)})
         return
     schedule = torch.profiler.schedule(wait=0, warmup=2, active=run.config.log.profile, repeat=1)

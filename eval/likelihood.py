@@ -19,8 +19,9 @@ from torch import Tensor
 from data.batches import HeldoutBatch, document_numbers, heldout_windows
 from data.corpus import Corpus
 from eval.routing_recorder import RoutingRecorder
-from moe.model import Transformer, token_losses
+from moe.model import Transformer
 from moe.routing import RoutingContext
+from parallel.engine import Engine
 from training.config import Config
 
 Mode = Literal["causal", "train_router"]
@@ -121,7 +122,7 @@ class Scores:
 
 
 def evaluate(
-    model: Transformer,
+    model: Transformer | Engine,
     corpus: Corpus,
     config: Config,
     tokens: int | None = None,
@@ -132,7 +133,7 @@ def evaluate(
     """Score the held-out split of a run's corpus, in windows of the length the run was trained with.
 
     Args:
-        model: of the run.
+        model: of the run; in a job of several processes, which all call this, an engine.
         corpus: of the run.
         config: of the run: sequence length, and whether attention stays within documents.
         tokens: labels of each domain at most; None reads all.
@@ -153,7 +154,7 @@ def evaluate(
 
 
 def evaluate_windows(
-    model: Transformer,
+    model: Transformer | Engine,
     batches: Iterable[HeldoutBatch],
     token_bytes_V: np.ndarray,
     end_of_text: int | None = None,
@@ -237,7 +238,7 @@ def score(
 
 @torch.no_grad()
 def model_nats(
-    model: Transformer,
+    model: Transformer | Engine,
     windows: MixedWindows,
     end_of_text: int | None = None,
     mode: Mode = "causal",
@@ -261,8 +262,7 @@ def model_nats(
         recorder.start(windows.domains)
         context.observe = recorder
     document_BS = None if end_of_text is None else document_numbers(token_BS, end_of_text)
-    logits_BSV = model(token_BS, context, document_BS)
-    return token_losses(logits_BSV, label_BS).double().cpu().numpy()
+    return model(token_BS, context, document_BS, label_BS=label_BS).double().cpu().numpy()
 
 
 def _mixed(batch: HeldoutBatch) -> MixedWindows:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moe.config import ModelConfig, MoEConfig
-from moe.layer import Experts
 from moe.model import Transformer
 from moe.modules import RMSNorm
 from moe.routers.base import Router
@@ -91,7 +90,7 @@ def initialize(model: Transformer, seed: int, shard_of: Callable[[Tensor], Shard
             std = 1.0
         elif name.endswith((".output.weight", ".down.weight", ".w2_EDF")):
             std *= residual
-        _fill_normal(shard, std, seed, name, by_expert=name.endswith((".w13_E2FD", ".w2_EDF")))
+        _fill_normal(shard, std, seed, name, by_expert=is_expert(name))
     for router in routers:
         for buffer in router.buffers():  # memory garbage could pass for a value
             buffer.fill_(torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
@@ -102,6 +101,11 @@ def initialize(model: Transformer, seed: int, shard_of: Callable[[Tensor], Shard
             unset = tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min
             if unset.any():
                 raise AssertionError(f"{type(router).__name__} does not say in reset_... what {name} starts from")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter's first dimension counts experts."""
+    return name.endswith((".w13_E2FD", ".w2_EDF"))
 
 
 def _fill_normal(shard: Shard, std: float, seed: int, name: str, by_expert: bool) -> None:
@@ -150,5 +154,5 @@ def parameter_counts(model: Transformer) -> tuple[int, int]:
     """
     total = sum(p.numel() for p in model.parameters())
     moe = model.moe_config
-    held = [sum(p.numel() for p in module.parameters()) for module in model.modules() if isinstance(module, Experts)]
-    return total, total - sum(n - round(n / moe.num_experts * moe.assignments_per_token) for n in held)
+    held = sum(p.numel() for name, p in model.named_parameters() if is_expert(name))
+    return total, total - held + round(held / moe.num_experts * moe.assignments_per_token)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from moe.config import ModelConfig, MoEConfig
-from moe.initialization import initialize
+from moe.initialization import initialize, is_expert
 from moe.layer import Experts, MoELayer
 from moe.model import Transformer, update_routers
 from moe.routing import RoutingContext
@@ -23,7 +23,7 @@ from parallel.gradients import clip_gradients, gradient_norm, held_parameters, s
 from parallel.mesh import Mesh, group_size
 from parallel.pipeline import MicroBatch, Pipeline, Stage, stage_layers, stages_of
 from parallel.recompute import recompute
-from parallel.shards import local_gradient, shard_of, split_parameter
+from parallel.shards import local_gradient, local_part, shard_of, split_parameter
 from parallel.tensor import split_tensors
 
 
@@ -132,6 +132,21 @@ class Engine:
     def is_main(self) -> bool:
         """Whether this process writes and speaks for the job."""
         return self.mesh.rank == 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is here."""
+        return any(model.is_last for model in self.models)
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """See `moe.initialization.parameter_counts`; of the whole model, asked for on all processes together."""
+        counted = [h for h in self.held if h.counts]
+        every = sum(local_part(h.parameter).numel() for h in counted)
+        experts = sum(local_part(h.parameter).numel() for h in counted if is_expert(h.name))
+        counts = torch.tensor([every, experts], device=self.device)
+        every, experts = total(counts, self.mesh.world_group).tolist()
+        moe = self.moe_config
+        return every, every - experts + round(experts / moe.num_experts * moe.assignments_per_token)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], labels: Tensor) -> Tensor:
         """All passes of a step; gradients are this process' parts afterwards.

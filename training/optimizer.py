@@ -6,22 +6,29 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from parallel.engine import Engine
 from training.config import TrainingConfig
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module | Engine, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019); matrices decay, vectors (norms, biases) do not.
 
-    Every parameter that wants a gradient is in exactly one group.
+    Every parameter that wants a gradient is in exactly one group. Parameters that are split over different processes
+    are in different groups, since one fused update cannot span them.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    if isinstance(model, Engine):
+        parameters = [held.parameter for held in model.held]
+    else:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        decays = parameter.dim() >= 2
+        split_over = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((decays, split_over), []).append(parameter)
     return torch.optim.AdamW(
-        groups,
+        [{"params": held, "weight_decay": config.weight_decay * decays} for (decays, _), held in groups.items()],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

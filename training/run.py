@@ -25,6 +25,7 @@ from moe.model import Transformer
 from training.checkpoint import MODEL_FILE, Checkpoint, load_model, newest_checkpoint
 from training.config import Config
 from training.device import choose_device, compute_dtype
+from training.job import Job
 from training.load_config import config_from_dict, config_to_toml, differences, read_toml
 
 fcntl: Any = None
@@ -62,8 +63,8 @@ class Run:
         return cls(folder, config_from_dict(read_toml(path), str(path)))
 
     @classmethod
-    def create(cls, config: Config) -> tuple[Run, Checkpoint | None]:
-        """Make the folder of a new run, or continue an existing one.
+    def create(cls, config: Config, job: Job) -> tuple[Run, Checkpoint | None]:
+        """Make the folder of a new run, or continue an existing one; the main process does it for all.
 
         Returns:
             The run, and the checkpoint to continue from.
@@ -71,16 +72,19 @@ class Run:
         Raises:
             RunError: if the folder exists and may not be continued; nothing is changed then.
         """
-        folder = Path(config.run.folder) / config.run.name
-        run = cls(folder, config)
+        run = cls(Path(config.run.folder) / config.run.name, config)
+        return run, job.on_main(run._create)
+
+    def _create(self) -> Checkpoint | None:
+        folder, config = self.folder, self.config
         folder.mkdir(parents=True, exist_ok=True)
-        run._lock()
+        self._lock()
         # A hidden file is a lock, or what a kill left of an unfinished write: not a run.
         if not any(path for path in folder.iterdir() if not path.name.startswith(".")):
-            run._write_config()
-            return run, None
-        existing = cls.open(folder).config
-        changed = differences(existing, config, ignore=("run", "eval", "log"))
+            self._write_config()
+            return None
+        existing = self.open(folder).config
+        changed = differences(existing, config, ignore=("run", "eval", "log", "parallel"))
         if existing.run.seed != config.run.seed:
             changed.append(f"run.seed: {existing.run.seed} -> {config.run.seed}")
         if changed:
@@ -88,13 +92,13 @@ class Run:
                 f"{folder} holds a run with another configuration ({'; '.join(changed)}): choose another --run.name, "
                 "or remove the folder"
             )
-        if config.run.resume != "auto" and (run.metrics() or run.checkpoints.exists()):
+        if config.run.resume != "auto" and (self.metrics() or self.checkpoints.exists()):
             raise RunError(
                 f"{folder} exists: continue it with --run.resume auto, choose another --run.name, or remove the folder"
             )
-        checkpoint = newest_checkpoint(run.checkpoints)
-        run._write_config()
-        return run, checkpoint
+        checkpoint = newest_checkpoint(self.checkpoints)
+        self._write_config()
+        return checkpoint
 
     def _lock(self) -> None:
         """Keep other processes off the folder while this one lives; the system releases it, whatever the end."""

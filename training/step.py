@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class StepResult:
         learning_rate: that was used.
         gradient_norm: before clipping.
         auxiliary: values of the losses besides, summed over layers.
+        text_bytes: of the step's labels, where the caller counted its own.
     """
 
     nats: float
@@ -41,6 +43,7 @@ class StepResult:
     learning_rate: float
     gradient_norm: float
     auxiliary: dict[str, float] = field(default_factory=dict)
+    text_bytes: int = 0
 
     @property
     def loss(self) -> float:
@@ -56,6 +59,7 @@ def train_step(
     step: int,
     end_of_text: int,
     observe: Callable[[int, Routing], None] | None = None,
+    text_bytes: int = 0,
 ) -> StepResult:
     """Forward, backward, clip, update, and move the routers' balance state.
 
@@ -67,6 +71,7 @@ def train_step(
         step: from 0.
         end_of_text: id that starts a document.
         observe: called with every layer's routing, once a micro-batch.
+        text_bytes: that this process' labels stand for; added up over processes.
 
     Raises:
         NonFiniteGradient: on all processes alike; weights, moments and routers are as before the step.
@@ -91,7 +96,8 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     engine.after_step()
-    return _result(engine, nats, labels, rate, norm, auxiliary)
+    found = _over_job(engine, nats, text_bytes, auxiliary)
+    return StepResult(found.nats, int(labels.item()), rate, norm, found.auxiliary, found.text_bytes)
 
 
 def _micro_batches(
@@ -135,16 +141,20 @@ def _micro_batches(
     return made
 
 
-def _result(
-    engine: Engine, nats: Tensor, labels: Tensor, rate: float, norm: float, auxiliary: dict[str, Tensor]
-) -> StepResult:
+class _Found(NamedTuple):
+    nats: float
+    text_bytes: int
+    auxiliary: dict[str, float]
+
+
+def _over_job(engine: Engine, nats: Tensor, text_bytes: int, auxiliary: dict[str, Tensor]) -> _Found:
     """Add up over processes. Each has the losses of its own layers, so that which there are is part of the sum."""
     here = [auxiliary.get(name) for name in LOSSES]
     values = torch.stack(
-        [nats]
+        [nats, nats.new_tensor(text_bytes if engine.has_loss else 0)]
         + [nats.new_zeros(()) if value is None else value.double() for value in here]
         + [nats.new_tensor(value is not None) for value in here]
     )
-    found = engine.sum_over_job(values).tolist()
-    known = zip(LOSSES, found[1 : 1 + len(LOSSES)], found[1 + len(LOSSES) :], strict=True)
-    return StepResult(found[0], int(labels.item()), rate, norm, {name: value for name, value, there in known if there})
+    total_nats, total_bytes, *found = engine.sum_over_job(values).tolist()
+    known = zip(LOSSES, found[: len(LOSSES)], found[len(LOSSES) :], strict=True)
+    return _Found(total_nats, round(total_bytes), {name: value for name, value, there in known if there})

@@ -21,13 +21,17 @@ class RunLog:
     Args:
         run: whose folder is written.
         first_step: steps already done.
+        writes: false in all processes but one, which then write nothing.
     """
 
-    def __init__(self, run: Run, first_step: int) -> None:
+    def __init__(self, run: Run, first_step: int, writes: bool = True) -> None:
+        self._writes = writes
+        self._tensorboard = None
+        if not writes:
+            return
         (run.folder / "routing").mkdir(exist_ok=True)
         self._metrics = _reopen(run.folder / "metrics.jsonl", first_step)
         self._routing = _reopen(run.folder / "routing" / "steps.jsonl", first_step)
-        self._tensorboard = None
         if run.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
@@ -35,11 +39,15 @@ class RunLog:
 
     def metrics(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl; "step" counts finished steps."""
+        if not self._writes:
+            return
         self._metrics.write(json.dumps(values) + "\n")
         self._metrics.flush()
 
     def routing(self, values: dict[str, Any]) -> None:
         """One line of routing/steps.jsonl."""
+        if not self._writes:
+            return
         self._routing.write(json.dumps(values) + "\n")
         self._routing.flush()
 
@@ -54,6 +62,8 @@ class RunLog:
 
     def __exit__(self, *exception: object) -> None:
         """Flush and close all files, also after an error."""
+        if not self._writes:
+            return
         self._metrics.close()
         self._routing.close()
         if self._tensorboard is not None:
@@ -89,6 +99,8 @@ def progress_line(console: Console) -> Progress:
 
 def status_text(values: dict[str, Any]) -> str:
     """The numbers of the progress line."""
+    if "skipped" in values:
+        return "left out: the gradient is not finite"
     name = "loss" if "loss" in values else "noncausal"
     loss = values.get("loss", values.get("noncausal_loss"))
     bits = values.get("bits_per_byte", values.get("noncausal_bits_per_byte"))
