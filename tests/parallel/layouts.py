@@ -13,6 +13,9 @@ from torch import Tensor
 from data.batches import Batch
 from moe.groups import RoutingGroup, expert_choice_capacity
 from moe.routers.base import Router
+from moe.routers.capped import capped_affinity
+from moe.routers.expert_choice import ExpertChoiceRouter
+from moe.routers.loss_free import LossFreeRouter
 from moe.routing import Routing, to_groups
 from parallel.engine import Engine
 from parallel.shards import local_part, shard_of
@@ -40,22 +43,41 @@ Pieces = list[tuple[tuple[int, ...], np.ndarray]]
 
 def make_config(**sections: dict[str, Any]) -> Config:
     """The small job, with other values where they are given; None takes a value away."""
-    base: dict[str, dict[str, Any]] = {"model": MODEL, "moe": MOE, "training": TRAINING, "parallel": {}, "run": {"seed": 5}}
+    base: dict[str, dict[str, Any]] = {
+        "model": MODEL,
+        "moe": MOE,
+        "training": TRAINING,
+        "parallel": {},
+        "run": {"seed": 5},
+    }
     merged = {name: values | sections.get(name, {}) for name, values in base.items()}
     return config_from_dict({n: {k: v for k, v in s.items() if v is not None} for n, s in merged.items()})
 
 
-def make_batch(seed: int, step: int, kept: str = "uneven") -> Batch:
-    """Rows of which very different numbers of labels count; `kept` = "first half" leaves the last rows without any."""
+def make_batch(seed: int, step: int, kind: str = "uneven") -> Batch:
+    """Rows of which very different numbers of labels count.
+
+    Args:
+        seed: of the data.
+        step: of the job.
+        kind: "uneven"; "first half" leaves the last rows without any label; "padded" has padding behind the labels;
+            "documents" has several a row.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + step)
     window = torch.randint(1, MODEL["vocabulary_size"], (ROWS, LENGTH + 1), generator=generator)
     # Rows begin with different tokens and have one document each: nothing ties.
     window[:, 0] = torch.randperm(MODEL["vocabulary_size"] - 1, generator=generator)[:ROWS] + 1
     label_BS = window[:, 1:].clone()
+    if kind == "documents":
+        window[:, 3] = window[::2, 5] = 0
+    valid_BS = torch.ones(ROWS, LENGTH, dtype=torch.bool)
     for row in range(ROWS):
-        count = {"uneven": (LENGTH, 3, 1, 7, 0)[row % 5], "first half": LENGTH if row < ROWS // 2 else 0}[kept]
+        half = LENGTH if row < ROWS // 2 else 0
+        count = half if kind == "first half" else (LENGTH, 3, 1, 7, 2)[row % 5]
         label_BS[row, count:] = -100
-    return Batch(window[:, :-1].contiguous(), label_BS, torch.zeros(ROWS, dtype=torch.int64))
+        valid_BS[row, count:] = False
+    padded = valid_BS if kind == "padded" else None
+    return Batch(window[:, :-1].contiguous(), label_BS, torch.zeros(ROWS, dtype=torch.int64), padded)
 
 
 @dataclasses.dataclass
@@ -83,7 +105,8 @@ def train(
     config: Config,
     world: int,
     seed: int,
-    kept: str = "uneven",
+    kind: str = "uneven",
+    starve: bool = False,
     observe: Callable[[int, int, Routing], None] | None = None,
     routers: dict[int, Router] | None = None,
 ) -> Part:
@@ -93,7 +116,8 @@ def train(
         config: of the job.
         world: how many processes it has.
         seed: of the data.
-        kept: see `make_batch`.
+        kind: see `make_batch`.
+        starve: send all tokens to the first expert, then all to the last, then to the first again.
         observe: called with (step, layer, routing).
         routers: filled with the routers by layer.
     """
@@ -117,9 +141,12 @@ def train(
     results, records = [], []
     for step in range(STEPS):
         telemetry.start_step(detailed=True)
-        whole = make_batch(seed, step, kept)
         mine = slice(engine.mesh.data * own, (engine.mesh.data + 1) * own)
-        batch = Batch(whole.token_BS[mine], whole.label_BS[mine], whole.domain_B[mine])
+        batch = Batch(*(None if part is None else part[mine] for part in make_batch(seed, step, kind)))
+        for model in engine.models if starve else ():
+            for layer in model.moe_layers():
+                assert isinstance(layer.router, LossFreeRouter)
+                layer.router.bias_E.fill_(-100.0)[0 if step % 2 == 0 else -1] = 100.0
 
         def both(layer: int, routing: Routing, step: int = step) -> None:
             telemetry.observe(layer, routing)
@@ -204,25 +231,32 @@ def _records_apart(want: dict[str, Any], got: dict[str, Any], where: str) -> lis
     for name, value in want.items():
         x, y = (np.array(v if v is not None else np.nan, dtype=float) for v in (value, got.get(name)))
         exact = name in ("tokens", "counts", "fan_out", "stretch_counts", "stretch_tokens", "stretch_dropped", "layers")
-        if x.shape != y.shape or not np.allclose(x, y, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6, equal_nan=True):
+        if x.shape != y.shape or not np.allclose(
+            x, y, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6, equal_nan=True
+        ):
             faults.append(f"{where}: telemetry {name} {y.tolist()} instead of {x.tolist()}")
     return faults
 
 
-def smallest_margin(config: Config, seed: int, kept: str = "uneven") -> float:
+def smallest_margin(config: Config, seed: int, kind: str = "uneven", starve: bool = False) -> float:
     """How close the closest routing decision of the job is, in scores: nothing may hang on rounding."""
     margins: list[float] = []
     moe = config.moe
     group = RoutingGroup(moe.group, moe.group_sequences, LENGTH, moe.chunk_length)
 
     def look(step: int, layer: int, routing: Routing) -> None:
-        if moe.router == "expert_choice" and step < config.threshold_step:
+        scores_TE = routing.scores().detach()
+        valid_T = torch.ones_like(scores_TE[:, 0], dtype=torch.bool) if routing.valid_T is None else routing.valid_T
+        if isinstance(routers[layer], ExpertChoiceRouter) and step < config.threshold_step:
             capacity = expert_choice_capacity(moe, group)
-            falling_GNE = to_groups(routing.scores().detach(), group).sort(1, descending=True).values
-            margins.append((falling_GNE[:, capacity - 1] - falling_GNE[:, capacity]).min().item())
+            value_GNE = to_groups(scores_TE.masked_fill(~valid_T[:, None], -torch.inf), group)
+            if moe.expert_cap:
+                value_GNE = capped_affinity(value_GNE.transpose(1, 2), capacity, moe.expert_cap).transpose(1, 2)
+            falling_GNE = value_GNE.sort(1, descending=True).values
+            margins.append((falling_GNE[:, capacity - 1] - falling_GNE[:, capacity]).nan_to_num(1.0).min().item())
         else:
-            margins.append(routers[layer].decision_distance(routing).min().item())
+            margins.append(routers[layer].decision_distance(routing).detach()[valid_T].min().item())
 
     routers: dict[int, Router] = {}
-    train(config, 1, seed, kept, look, routers)
-    return min(margins)
+    train(config, 1, seed, kind, starve, look, routers)
+    return min(margins, default=torch.inf)
