@@ -127,7 +127,7 @@ def certify_run(
     config, corpus, checkpoint = run.config, run.corpus(), run.checkpoint()
     length = config.training.sequence_length
     model = build_model(config.model, replace(config.moe, backend="reference"), config.run.seed)
-    load_model(checkpoint, model)
+    load_model(checkpoint, [model])
     model.eval()
     rows, cut = probe_shape(config.moe, length)
     group = config.moe.group_sequences if config.moe.is_moe else 1
@@ -144,7 +144,7 @@ def certify_run(
     progress("measuring the loss with true and with other futures")
     end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     quick = build_model(config.model, config.moe, config.run.seed)  # the reference backend computes every expert
-    load_model(checkpoint, quick)
+    load_model(checkpoint, [quick])
 
     def nats(mode: Mode) -> Callable[[Tensor, Tensor], np.ndarray]:
         return lambda token_BS, label_BS: model_nats(

@@ -22,7 +22,7 @@ from data.atomic import write_atomically
 from data.corpus import Corpus
 from moe.initialization import build_model
 from moe.model import Transformer
-from training.checkpoint import MODEL_FILE, Checkpoint, load_model, newest_checkpoint
+from training.checkpoint import MODEL, Checkpoint, load_model, newest_checkpoint
 from training.config import Config
 from training.device import choose_device, compute_dtype
 from training.job import Job
@@ -138,12 +138,12 @@ class Run:
             )
 
     def checkpoint(self) -> Checkpoint:
-        """The newest checkpoint, its model file checked.
+        """The newest checkpoint, its model's files checked.
 
         Raises:
             RunError: if nothing has been saved yet.
         """
-        checkpoint = newest_checkpoint(self.checkpoints, files=(MODEL_FILE,))
+        checkpoint = newest_checkpoint(self.checkpoints, parts=(MODEL,))
         if checkpoint is None:
             raise RunError(f"{self.folder}: no checkpoint yet; train further with --run.resume auto")
         return checkpoint
@@ -153,7 +153,7 @@ class Run:
         config, where = self.config, choose_device(device)
         dtype = compute_dtype(config.training.precision, where)
         model = build_model(config.model, config.moe, config.run.seed, where, dtype)
-        load_model(checkpoint or self.checkpoint(), model)
+        load_model(checkpoint or self.checkpoint(), [model])
         return model.eval()
 
     def metrics(self) -> list[dict[str, Any]]:
