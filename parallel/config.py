@@ -275,11 +275,15 @@ def _check_tensor(layout: Layout, model: ModelConfig, moe: MoEConfig, length: in
     )
     widths = {"model.feed_forward_width": model.feed_forward_width, "moe.shared_width": moe.shared_width}
     for key, width in widths.items():
-        require(not width or width % tensor == 0, f"parallel.tensor = {tensor} does not divide {key} = {width}")
+        require(
+            not width or width % tensor == 0,
+            f"parallel.tensor = {tensor} does not divide {key} = {width}: choose among {divisors(width or 1)}",
+        )
     if not moe.is_moe or ((model.dense_layers or model.moe_every > 1) and model.feed_forward_width is None):
         require(
             moe.dense_width % tensor == 0,
-            f"parallel.tensor = {tensor} does not divide {moe.dense_width}, the width of a dense feed-forward",
+            f"parallel.tensor = {tensor} does not divide {moe.dense_width}, the width of a dense feed-forward: choose "
+            f"among {divisors(moe.dense_width)}",
         )
 
 

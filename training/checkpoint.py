@@ -19,6 +19,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,8 +36,10 @@ from parallel.shards import local_part
 
 FORMAT_VERSION = 2
 MODEL, OPTIMIZER = PARTS = ("model", "optimizer")
-# A file is put together in memory before it is written.
-FILE_BYTES = 256 * 2**20
+# Each thread puts a file together in memory, writes it and flushes it to disk, while others do the same: with one
+# thread, saving 12M parameters was measured to take about twice as long as with four.
+THREADS = 4
+LEAST_FILE_BYTES, MOST_FILE_BYTES = 16 * 2**20, 256 * 2**20
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -215,21 +218,22 @@ def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
     file_of = _together(lambda: sizes, _share_out)
     if not file_of:
         return
-    writer = dcp.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
+    writer = dcp.HuggingFaceStorageWriter(str(folder), file_of, thread_count=THREADS, save_distributed=True)
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _named_failures(f"{folder}: cannot be written"):
         dcp.save(contiguous, storage_writer=writer, no_dist=not _many())
 
 
 def _share_out(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """The number of the file, from 1, that each process writes its part of a tensor to, so that none is too large."""
+    """The number of the file, from 1, that each process writes its part of a tensor to, so that none is too large for memory."""
     most: dict[str, int] = {}
     for held in sizes:
         for name, size in held.items():
             most[name] = max(size, most.get(name, 0))
+    limit = min(max(sum(most.values()) // THREADS, LEAST_FILE_BYTES), MOST_FILE_BYTES)
     file_of, number, filled = {}, 1, 0
     for name, size in most.items():
-        if filled and filled + size > FILE_BYTES:
+        if filled and filled + size > limit:
             number, filled = number + 1, 0
         file_of[name], filled = number, filled + size
     return file_of
@@ -238,7 +242,9 @@ def _share_out(sizes: list[dict[str, int]]) -> dict[str, int]:
 def _written_here(temporary: Path) -> dict[str, dict[str, Any]]:
     """Sizes and checksums of what this process has written: the writer numbers shards by rank."""
     pattern = f"shard-{_rank() + 1:05}-*"
-    return {f"{part}/{path.name}": _fingerprint(path) for part in PARTS for path in (temporary / part).glob(pattern)}
+    paths = {f"{part}/{path.name}": path for part in PARTS for path in sorted((temporary / part).glob(pattern))}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(paths, pool.map(_fingerprint, paths.values()), strict=True))
 
 
 def _read(folder: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:

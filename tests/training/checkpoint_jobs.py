@@ -199,7 +199,9 @@ def a_key_that_nobody_wants_and_another_shape_are_errors_on_all(folder: Path) ->
     shape = "scalar.weight has shape (), the model wants (1,)"
     refused(lambda: load_model(checkpoint, [model]), "unexpected fsdp.weight", shape)
     optimizer = adamw(model)
-    refused(lambda: load_optimizer(checkpoint, [model], optimizer), "unexpected fsdp.weight/exp_avg", "step_2/optimizer")
+    refused(
+        lambda: load_optimizer(checkpoint, [model], optimizer), "unexpected fsdp.weight/exp_avg", "step_2/optimizer"
+    )
 
 
 def a_full_disk_of_one_process_is_an_error_on_all_and_leaves_nothing(folder: Path) -> None:

@@ -52,7 +52,9 @@ def test_the_resolved_configuration_written_as_toml_is_read_back_equal(tmp_path)
         ("[model]\nwidth = 100\nheads = 3\n", "model.heads = 3 does not divide model.width = 100"),
         ("[training]\nsteps = 0\n", "training.steps = 0: must be at least 1"),
         ("[training]\nlearning_rate = -1\n", "training.learning_rate = -1.0: must be greater than 0"),
-        ("[parallel]\nexpert = 2\n", "parallel.expert = 2: only 1 is possible in this version"),
+        ("[parallel]\nzero = 4\n", "parallel.zero = 4: must be 0, 1, 2 or 3"),
+        ("[parallel]\nstage_layers = [1.5]\n", "parallel.stage_layers = [1.5]: must be a list of whole numbers"),
+        ('[parallel]\nrecompute_modules = ["norm"]\n', "recompute_modules = ['norm']: must name some of"),
         (
             "[training]\nbatch_sequences = 6\nmicro_batch_sequences = 4\n",
             "training.micro_batch_sequences = 4 does not divide training.batch_sequences = 6",
