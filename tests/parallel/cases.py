@@ -98,6 +98,13 @@ class Case:
     starve: bool = False
 
     @property
+    def layout(self) -> str:
+        """Its name in `LAYOUTS`, or what it is called by itself."""
+        return max(
+            (name for name in LAYOUTS.get(self.world, {}) if self.name.startswith(name)), key=len, default=self.name
+        )
+
+    @property
     def variant(self) -> str:
         """What the numbers depend on: cases that differ in the layout only are compared with the same reference."""
         training = {k: v for k, v in self.sections.get("training", {}).items() if k != "micro_batch_sequences"}

@@ -186,8 +186,11 @@ def assemble(parts: list[dict[str, Pieces]], shapes: dict[str, tuple[int, ...]])
     return whole
 
 
-def differences(reference: list[Part], parts: list[Part], limit: float = 1e-5) -> list[str]:
-    """What a layout got wrong, in words; empty if nothing."""
+def differences(
+    reference: list[Part], parts: list[Part], limit: float = 1e-5, seen: list[float] | None = None
+) -> list[str]:
+    """What a layout got wrong, in words; empty if nothing. `seen` is filled with all relative differences."""
+    seen = [] if seen is None else seen
     shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
     wrong = []
     if shapes != reference[0].shapes:
@@ -195,19 +198,21 @@ def differences(reference: list[Part], parts: list[Part], limit: float = 1e-5) -
     for step in range(STEPS):
         want = assemble([part.gradients[step] for part in reference], reference[0].shapes)
         got = assemble([part.gradients[step] for part in parts], shapes)
-        wrong += [f"step {step}: gradient of {fault}" for fault in _apart(want, got, limit)]
+        wrong += [f"step {step}: gradient of {fault}" for fault in _apart(want, got, limit, seen)]
         for rank, part in enumerate(parts):
             a, b = reference[0].results[step], part.results[step]
             pairs = {"loss": (a.loss, b.loss), "gradient norm": (a.gradient_norm, b.gradient_norm)}
             pairs |= {name: (value, b.auxiliary.get(name, np.nan)) for name, value in a.auxiliary.items()}
             for name, (x, y) in pairs.items():
+                seen.append(abs(x - y) / abs(x) if x else 0.0)
                 if not abs(x - y) <= limit * abs(x):
                     wrong.append(f"step {step}, rank {rank}: {name} {y / x:.6f}x")
             if a.tokens != b.tokens or a.auxiliary.keys() != b.auxiliary.keys():
                 wrong.append(f"step {step}, rank {rank}: {b.tokens} labels and losses {sorted(b.auxiliary)}")
             wrong += _records_apart(reference[0].records[step], part.records[step], f"step {step}, rank {rank}")
     want = assemble([part.weights for part in reference], reference[0].shapes)
-    wrong += [f"weight {fault}" for fault in _apart(want, assemble([p.weights for p in parts], shapes), limit)]
+    got = assemble([part.weights for part in parts], shapes)
+    wrong += [f"weight {fault}" for fault in _apart(want, got, limit, seen)]
     for part in parts:
         for name, value in part.state.items():
             if not np.allclose(value, reference[0].state[name], rtol=1e-4, atol=1e-6):
@@ -215,7 +220,7 @@ def differences(reference: list[Part], parts: list[Part], limit: float = 1e-5) -
     return wrong
 
 
-def _apart(want: dict[str, np.ndarray], got: dict[str, np.ndarray], limit: float) -> list[str]:
+def _apart(want: dict[str, np.ndarray], got: dict[str, np.ndarray], limit: float, seen: list[float]) -> list[str]:
     """Tensors whose difference is over `limit` of their norm.
 
     Some gradients are 0 but for rounding (a predictor's bias while every expert takes its exact share): those below a
@@ -227,6 +232,7 @@ def _apart(want: dict[str, np.ndarray], got: dict[str, np.ndarray], limit: float
     for name, x in want.items():
         y = got.get(name, np.full_like(x, np.nan)).astype(np.float64)
         error = np.linalg.norm(y - x) / max(sizes[name], floor)
+        seen.append(float(error))
         if not error <= limit:
             faults.append(f"{name} {np.linalg.norm(y) / max(sizes[name], 1e-30):.2f}x, off by {error:.1e}")
     return faults

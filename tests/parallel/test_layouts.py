@@ -14,6 +14,7 @@ import pytest
 from tests.parallel import cases
 from tests.parallel.cases import MARGIN, Case
 from tests.parallel.layouts import Part, differences, smallest_margin, train
+from tests.parallel.table import BEGIN, END, README, Proven, all_cases, record, table, without_numbers
 
 CASES = sorted(cases.every_case(), key=lambda case: case.world)  # one pool of processes after the other
 
@@ -25,22 +26,37 @@ def reference(variant: str) -> Part:
     return train(case.reference(), 1, case.seed, case.kind, case.starve)
 
 
-def prove(case: Case, pool) -> None:
-    parts = pool(case.world).run(train, case.config(), case.world, case.seed, case.kind, case.starve, timeout=60.0)
-    wrong = differences([reference(case.variant)], parts)
-    assert not wrong, "\n".join([case.name, *wrong[:12], f"{len(wrong)} differences in all"])
+@pytest.fixture(scope="module")
+def prove(pool):
+    """Compares a case with one process; leaves what was proven to `tests.parallel.table`."""
+    proven: dict[str, Proven] = {}
+
+    def compare(case: Case) -> None:
+        parts = pool(case.world).run(train, case.config(), case.world, case.seed, case.kind, case.starve, timeout=90.0)
+        seen: list[float] = []
+        wrong = differences([reference(case.variant)], parts, seen=seen)
+        assert not wrong, "\n".join([case.name, *wrong[:12], f"{len(wrong)} differences in all"])
+        proven[case.name] = Proven(case.world, case.layout, max(seen))
+
+    yield compare
+    record(proven)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world}: {case.name}")
-def test_a_layout_gives_the_numbers_of_one_process(case, pool, record_layout):
-    prove(case, pool)
-    record_layout(case)
+def test_a_layout_gives_the_numbers_of_one_process(case, prove):
+    prove(case)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_sixteen_processes_give_the_numbers_of_one(pool):
-    prove(cases.sixteen(), pool)
+def test_sixteen_processes_give_the_numbers_of_one(prove):
+    prove(cases.sixteen())
+
+
+def test_the_readme_tells_the_layouts_that_are_proven():
+    """`python -m tests.parallel.table` writes it, from what the last run of this file has proven."""
+    told = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert without_numbers(told) == without_numbers(table([Proven(c.world, c.layout, 0.0) for c in all_cases()]))
 
 
 @pytest.mark.parametrize("variant", sorted({case.variant for case in CASES}))
