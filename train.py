@@ -107,7 +107,7 @@ def train(config: Config, job: Job, console: Console) -> int:
         console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
         return 0
     # Later flags win, so the command can be repeated as it was with these behind it.
-    command = " ".join(["python", *map(shlex.quote, sys.argv), "--run.resume auto --run.stop-after 0"])
+    command = " ".join([job.launcher, *map(shlex.quote, sys.argv), "--run.resume auto --run.stop-after 0"])
     console.print(f"saved {run.folder} at step {done}; continue with: {command}")
     return EXIT_INTERRUPTED if asked_to_stop() else 0
 

@@ -41,6 +41,8 @@ SHORTENED = {
     "benchmarks.train_step --peer": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
     "benchmarks.train_step": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
 }
+# What stands for machines that a test has not.
+ONE_MACHINE = {"--nnodes 4 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 2", "head-node:29500": "localhost:0"}
 # Set-up, which the Makefile and these lines share; compared with it instead of being run again.
 SETUP = ("make train", "make test", "python3 -m venv", ". .venv/bin/activate", "pip install", "git clone", "cd choir")
 
@@ -65,7 +67,7 @@ def test_the_set_up_lines_are_those_of_the_makefile():
 
 @pytest.mark.timeout(400)
 def test_every_command_runs(tmp_path):
-    rooms = ("configs", "moe", "data", "training", "eval", "ablations", "benchmarks")
+    rooms = ("configs", "moe", "parallel", "data", "training", "eval", "ablations", "benchmarks")
     for entry in ("train.py", "constraints.txt", *rooms):
         (tmp_path / entry).symlink_to(ROOT / entry)
     (tmp_path / "notes").mkdir()
@@ -86,6 +88,8 @@ def test_every_command_runs(tmp_path):
             pytest.importorskip("transformers", reason="the peer is an optional extra")
         # A shell expands the file patterns, as it does for the reader.
         line = " ".join([command, *map(shlex.quote, flags)])
+        for there, here in ONE_MACHINE.items():
+            line = line.replace(there, here)
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
         )

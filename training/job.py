@@ -34,6 +34,15 @@ class Job:
         """Whether this process writes files and speaks."""
         return self.rank == 0
 
+    @property
+    def launcher(self) -> str:
+        """What was typed in front of the script, as far as its processes know."""
+        if self.world == 1:
+            return "python"
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world)))
+        machines = f"--nnodes {self.world // here} " if self.world > here else ""
+        return f"torchrun {machines}--nproc-per-node {here}"
+
     def connect(self, device_name: str) -> torch.device:
         """Choose the device and meet the other processes; on GPUs over NCCL, else over gloo."""
         device = choose_device(device_name)

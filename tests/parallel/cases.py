@@ -48,9 +48,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "pp4": {"pipeline": 4},
         "zero1 x ep2": {"zero": 1, "expert": 2},
         "zero2 x ep2": {"zero": 2, "expert": 2},
-        "zero3 x ep2 of 4": {"zero": 3, "expert": 2},
+        "zero3 x ep2": {"zero": 3, "expert": 2},
         "zero3 x tp2": {"zero": 3, "tensor": 2},
-        "dp2 x tp2, experts whole": {"tensor": 2},
+        "dp2 x tp2": {"tensor": 2},
         "ep2 x tp2": {"expert": 2, "tensor": 2},
         "ep4 across tp2": {"expert": 4, "tensor": 2},
         "ep2 x etp2": {"expert": 2, "expert_tensor": 2},
@@ -96,6 +96,11 @@ class Case:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str = "uneven"
     starve: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name among those of all numbers of processes."""
+        return f"{self.world}: {self.name}"
 
     @property
     def layout(self) -> str:
@@ -186,7 +191,7 @@ def by_schedule() -> list[Case]:
 
 def by_recompute() -> list[Case]:
     """Recompute under every kind of layout: decisions are replayed, nothing is counted twice."""
-    places = ((2, "dp2"), (2, "ep2"), (2, "tp2"), (2, "pp2"), (4, "zero3 x ep2 of 4"))
+    places = ((2, "dp2"), (2, "ep2"), (2, "tp2"), (2, "pp2"), (4, "zero3 x ep2"))
     whole = [case(*place, "top-k", {"recompute": "full"}, "recompute full") for place in places]
     parts = {"recompute": "selective", "recompute_modules": ["attention", "feed_forward"]}
     some = [case(*place, "EC flat", parts, "recompute attention and feed-forward") for place in places]

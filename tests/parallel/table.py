@@ -53,11 +53,11 @@ def without_numbers(text: str) -> str:
 
 if __name__ == "__main__":
     known = {name: Proven(*values) for name, values in json.loads(RECORD.read_text()).items()}
-    missing = [case.name for case in all_cases() if case.name not in known]
+    missing = [case.key for case in all_cases() if case.key not in known]
     if missing:
         raise SystemExit(
             f"not proven yet: {', '.join(missing[:5])}; run python -m pytest tests/parallel/test_layouts.py"
         )
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    shown = table([known[case.name] for case in all_cases()])
+    shown = table([known[case.key] for case in all_cases()])
     README.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

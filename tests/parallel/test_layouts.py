@@ -36,13 +36,13 @@ def prove(pool):
         seen: list[float] = []
         wrong = differences([reference(case.variant)], parts, seen=seen)
         assert not wrong, "\n".join([case.name, *wrong[:12], f"{len(wrong)} differences in all"])
-        proven[case.name] = Proven(case.world, case.layout, max(seen))
+        proven[case.key] = Proven(case.world, case.layout, max(seen))
 
     yield compare
     record(proven)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world}: {case.name}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
 def test_a_layout_gives_the_numbers_of_one_process(case, prove):
     prove(case)
 
