@@ -19,7 +19,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,10 +35,8 @@ from parallel.shards import local_part
 
 FORMAT_VERSION = 2
 MODEL, OPTIMIZER = PARTS = ("model", "optimizer")
-# Each thread puts a file together in memory, writes it and flushes it to disk, while others do the same: with one
-# thread, saving 12M parameters was measured to take about twice as long as with four.
-THREADS = 4
-LEAST_FILE_BYTES, MOST_FILE_BYTES = 16 * 2**20, 256 * 2**20
+# A file is put together in memory before it is written.
+FILE_BYTES = 256 * 2**20
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -91,15 +88,20 @@ def save_checkpoint(
     temporary = root / f".step_{step}.writing"
     try:
         _together(lambda: None, lambda _: _make_folders(temporary))
-        _write(temporary / MODEL, _first(_model_tensors(modules)))
-        _write(temporary / OPTIMIZER, _first(_optimizer_tensors(modules, optimizer)))
+        tensors = {MODEL: _model_tensors(modules), OPTIMIZER: _optimizer_tensors(modules, optimizer)}
+        for part in PARTS:
+            _write(temporary / part, _first(tensors[part]))
 
-        def publish(written: list[dict[str, dict[str, Any]]]) -> None:
-            files = {name: fingerprint for part in written for name, fingerprint in part.items()}
+        def publish(written: list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Kind]]]]) -> None:
+            files = {name: fingerprint for here, _ in written for name, fingerprint in here.items()}
             for name, fingerprint in files.items():
                 path = temporary / name
                 if not path.is_file() or path.stat().st_size != fingerprint["bytes"]:
-                    raise CheckpointError(f"{path}: written, but not seen by process 0: all must share the run's folder")
+                    raise CheckpointError(
+                        f"{path}: written, but not seen by process 0: all must share the run's folder"
+                    )
+            for part in PARTS:
+                _check_keys(temporary / part, [kinds[part] for _, kinds in written])
             manifest = {"format": FORMAT_VERSION, "step": step, "state": state, "files": files}
             (temporary / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             for name in ("checkpoint.json", *PARTS, "."):  # the other files were flushed by those that wrote them
@@ -108,7 +110,8 @@ def save_checkpoint(
                 shutil.rmtree(final)
             commit(temporary, final)
 
-        _together(lambda: _written_here(temporary), publish)
+        kinds = {part: _kinds(tensors[part]) for part in PARTS}
+        _together(lambda: (_written_here(temporary), kinds), publish)
     except BaseException:
         if _rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -212,28 +215,32 @@ def _first(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return first
 
 
+def _kinds(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Kind]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
+
+
 def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write the parts that this job's processes hold; a process' files are those that `_written_here` finds."""
     sizes = {name: local_part(tensor).nbytes for name, tensor in tensors.items()}
     file_of = _together(lambda: sizes, _share_out)
     if not file_of:
         return
-    writer = dcp.HuggingFaceStorageWriter(str(folder), file_of, thread_count=THREADS, save_distributed=True)
+    # One thread: an error in any other would be lost.
+    writer = dcp.HuggingFaceStorageWriter(str(folder), file_of, thread_count=1, save_distributed=True)
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _named_failures(f"{folder}: cannot be written"):
         dcp.save(contiguous, storage_writer=writer, no_dist=not _many())
 
 
 def _share_out(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """The number of the file, from 1, that each process writes its part of a tensor to, so that none is too large for memory."""
+    """The number of the file, from 1, that each process writes its part of a tensor to, so that none is too large."""
     most: dict[str, int] = {}
     for held in sizes:
         for name, size in held.items():
             most[name] = max(size, most.get(name, 0))
-    limit = min(max(sum(most.values()) // THREADS, LEAST_FILE_BYTES), MOST_FILE_BYTES)
     file_of, number, filled = {}, 1, 0
     for name, size in most.items():
-        if filled and filled + size > limit:
+        if filled and filled + size > FILE_BYTES:
             number, filled = number + 1, 0
         file_of[name], filled = number, filled + size
     return file_of
@@ -242,16 +249,13 @@ def _share_out(sizes: list[dict[str, int]]) -> dict[str, int]:
 def _written_here(temporary: Path) -> dict[str, dict[str, Any]]:
     """Sizes and checksums of what this process has written: the writer numbers shards by rank."""
     pattern = f"shard-{_rank() + 1:05}-*"
-    paths = {f"{part}/{path.name}": path for part in PARTS for path in sorted((temporary / part).glob(pattern))}
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(paths, pool.map(_fingerprint, paths.values()), strict=True))
+    return {f"{part}/{path.name}": _fingerprint(path) for part in PARTS for path in (temporary / part).glob(pattern)}
 
 
 def _read(folder: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Fill tensors in place."""
     first = _first(tensors)
-    kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
-    _together(lambda: kinds, lambda held: _check_keys(folder, held))
+    _together(lambda: _kinds(tensors), lambda held: _check_keys(folder, held))
     with _named_failures(f"{folder}: cannot be read"):
         reader = dcp.HuggingFaceStorageReader(str(folder))
         dcp.load(dict(first), storage_reader=reader, no_dist=not _many())

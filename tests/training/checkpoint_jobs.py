@@ -153,12 +153,17 @@ def first_and_last(seed: int) -> tuple[nn.ModuleDict, nn.ModuleDict]:
     return first, last
 
 
-def stages_on_different_processes_are_saved(folder: Path) -> None:
-    stage = first_and_last(seed=3)[dist.get_rank() // 2]
+def one_step(stage: nn.Module) -> torch.optim.AdamW:
     optimizer = adamw(stage)
     for parameter in stage.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    return optimizer
+
+
+def stages_on_different_processes_are_saved(folder: Path) -> None:
+    stage = first_and_last(seed=3)[dist.get_rank() // 2]
+    optimizer = one_step(stage)
     save_checkpoint(folder / "pipeline", 1, [stage], optimizer, {})
     other = first_and_last(seed=4)[dist.get_rank() // 2]
     checkpoint, other_optimizer = newest_checkpoint(folder / "pipeline"), adamw(other)
@@ -238,24 +243,26 @@ def it_is_loaded_by_one_process_without_a_group(folder: Path) -> None:
     loaded_into(folder, Model(seed=2))
 
 
-FOUR: list[Callable[[Path], None]] = [
-    the_model_is_saved,
-    it_is_loaded_under_the_same_layout,
-    a_step_after_loading_is_the_step_of_the_saved_one,
-    stages_on_different_processes_are_saved,
-    a_key_that_one_process_misses_is_an_error_on_all,
-    a_key_that_nobody_wants_and_another_shape_are_errors_on_all,
-    a_full_disk_of_one_process_is_an_error_on_all_and_leaves_nothing,
-    a_folder_that_cannot_be_made_is_an_error_on_all,
-]
-TWO: list[Callable[[Path], None]] = [it_is_loaded_by_two_processes_with_other_placements]
-ONE: list[Callable[[Path], None]] = [it_is_loaded_by_one_process_without_a_group]
+CASES: dict[int, list[Callable[[Path], None]]] = {
+    4: [
+        the_model_is_saved,
+        it_is_loaded_under_the_same_layout,
+        a_step_after_loading_is_the_step_of_the_saved_one,
+        stages_on_different_processes_are_saved,
+        a_key_that_one_process_misses_is_an_error_on_all,
+        a_key_that_nobody_wants_and_another_shape_are_errors_on_all,
+        a_full_disk_of_one_process_is_an_error_on_all_and_leaves_nothing,
+        a_folder_that_cannot_be_made_is_an_error_on_all,
+    ],
+    2: [it_is_loaded_by_two_processes_with_other_placements],
+    1: [it_is_loaded_by_one_process_without_a_group],
+}
 
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, str] = {}
-    for world, cases in ((4, FOUR), (2, TWO), (1, ONE)):
+    for world, cases in CASES.items():
         if rank >= world:
             break
         if world > 1:
