@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe.attention import rotary_rotation
+from moe.config import ModelConfig, MoEConfig
+from moe.initialization import build_model
 from moe.layer import MoELayer
 from moe.routers import ROUTERS as REGISTRY
 from moe.routing import Routing, RoutingContext
@@ -139,3 +142,20 @@ def compiled_equals_eager(name: str, backend: str) -> None:
 def test_expert_choice_compiles_without_a_graph_break(name: str, backend: str) -> None:
     """Static shapes: `fullgraph=True` works, with the same values, gradients, losses (A06) and cutoffs."""
     compiled_equals_eager(name, backend)
+
+
+def test_a_block_with_expert_choice_compiles_without_a_graph_break() -> None:
+    """Attention, norms, router, experts and the shared expert in one graph, forward and backward."""
+    moe = MoEConfig(num_experts=4, expert_width=6, shared_width=5, group_sequences=2, allow_leak=True)
+    model = build_model(ModelConfig(vocabulary_size=20, width=D, layers=1, heads=2), moe, seed=3)
+    block, x_BSD = model.blocks["0"], torch.randn(4, 6, D)
+    rotation = rotary_rotation(torch.arange(6).expand(4, -1), D // 2, 1e4, torch.float32)
+    torch._dynamo.reset()
+    found = []
+    for module in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        model.zero_grad(), model.forget_step()
+        y_BSD = module(x_BSD, RoutingContext(4, 6, mode="train"), rotation, None, None)
+        (y_BSD * torch.linspace(0.5, 2, D)).sum().backward()
+        found.append({"y": y_BSD.detach()} | {n: p.grad.clone() for n, p in block.named_parameters()})
+    for key, value in found[0].items():
+        assert relative_error(found[1][key], value) < 1e-6, key
