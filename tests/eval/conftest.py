@@ -12,6 +12,7 @@ from rich.console import Console
 
 from data.prepare import prepare
 from train import train
+from training.job import Job
 from training.load_config import config_from_dict
 from training.run import Run
 
@@ -47,7 +48,7 @@ def _trained(folder: Path, steps: int, moe: dict[str, Any]) -> Run:
         "eval": {"every": 4, "tokens": 100, "final_tokens": 200},
         "log": {"every": 2, "tensorboard": False},
     }
-    assert train(config_from_dict(values), Console(file=io.StringIO())) == 0
+    assert train(config_from_dict(values), Job(), Console(file=io.StringIO())) == 0
     return Run.open(folder / "small")
 
 

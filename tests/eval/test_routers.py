@@ -21,6 +21,7 @@ from eval.likelihood import Likelihood, evaluate
 from moe.config import MoEConfig
 from moe.routing import RoutingContext
 from train import train
+from training.job import Job
 from training.run import Run
 
 FIVE = ["as trained", "EMA threshold", "recalibrated", "predictor", "token choice"]
@@ -39,7 +40,7 @@ def trained(small_run: Run, folder: Path, **moe: Any) -> Run:
         moe=MoEConfig(**{"num_experts": 4, "expert_width": 8, "group_sequences": 2, "allow_leak": True, **moe}),
         training=replace(small_run.config.training, steps=2),
     )
-    assert train(config, Console(file=io.StringIO())) == 0
+    assert train(config, Job(), Console(file=io.StringIO())) == 0
     return Run.open(folder / "other")
 
 

@@ -22,7 +22,9 @@ from moe.losses import attach_loss
 from moe.model import Transformer
 from moe.routers.registry import ROUTERS
 from moe.routing import Routing, RoutingContext
+from parallel.engine import Engine
 from tests.moe.helpers import gradients, make_layer, make_model, model_config, pairs, relative_error
+from training.job import Job
 from training.load_config import config_from_dict
 
 # Every router that decides (soft mixes, dense has none), in a small size.
@@ -230,9 +232,9 @@ def test_a_compiled_layer_has_the_eager_layers_gradients(name: str, backend: str
 def test_start_up_names_what_balances_the_load(moe: dict[str, Any], expected: str) -> None:
     """A06: the method and the coefficients really in use, in one line."""
     config = config_from_dict({"moe": {"expert_width": 8, **moe}})
-    corpus, model = SimpleNamespace(sha256="0" * 64, domains=["a"]), make_model(**moe)
+    corpus, model = SimpleNamespace(sha256="0" * 64, domains=["a"]), Engine.around(make_model(**moe))
     run, console = SimpleNamespace(folder="runs/x", config=config), Console(width=200)
-    e = train.Experiment(run, corpus, None, model, None, torch.device("cpu"), None, 0)  # type: ignore[arg-type]
+    e = train.Experiment(Job(), run, corpus, None, model, None, torch.device("cpu"), None, 0)  # type: ignore[arg-type]
     with console.capture() as said:
         train.describe(e, console)
     (line,) = [line for line in said.get().splitlines() if line.startswith("balance by")]
