@@ -273,6 +273,13 @@ def _check_tensor(layout: Layout, model: ModelConfig, moe: MoEConfig, length: in
         f"parallel.tensor = {tensor} does not divide training.sequence_length = {length}, which it splits between "
         f"layers: choose among {divisors(length)}",
     )
+    part = -(-model.vocabulary_size // tensor)  # rounded up, so that it is the last ones that get less, or nothing
+    require(
+        part * (tensor - 1) < model.vocabulary_size,
+        f"parallel.tensor = {tensor} leaves processes without a part of model.vocabulary_size = "
+        f"{model.vocabulary_size}, of which each takes {part}: use parallel.tensor = "
+        f"{max(d for d in divisors(tensor) if -(-model.vocabulary_size // d) * (d - 1) < model.vocabulary_size)}",
+    )
     widths = {"model.feed_forward_width": model.feed_forward_width, "moe.shared_width": moe.shared_width}
     for key, width in widths.items():
         require(

@@ -22,7 +22,13 @@ from training.optimizer import learning_rate
 
 
 class NonFiniteGradient(RuntimeError):
-    """The gradient norm is infinite or not a number; the weights were left as they were, on all processes."""
+    """The gradient norm is infinite or not a number; the weights were left as they were, on all processes.
+
+    Attributes:
+        shared: all processes of the job raise it, so that one says it.
+    """
+
+    shared = True
 
 
 @dataclass

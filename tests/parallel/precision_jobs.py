@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from moe.modules import RMSNorm
 from moe.routers.base import Router
-from parallel.engine import Engine
 from parallel.shards import local_part
-from tests.parallel.failure_jobs import own_rows
-from tests.parallel.layouts import LENGTH, ROWS, make_batch, parts_of
+from tests.parallel.engines import build, share
+from tests.parallel.layouts import make_batch, parts_of
 from training.config import Config
 from training.optimizer import build_optimizer
 from training.step import train_step
@@ -22,12 +21,7 @@ from training.step import train_step
 def one_step(config: Config, seed: int) -> dict[str, Any]:
     """One step of AdamW in bf16: loss, this process' gradients, and the types that were met."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    layout = config.layout(world)
-    rows = config.micro_batch_sequences(layout)
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    count = ROWS // layout.data // rows
-    args = (config.model, config.moe, config.parallel, layout, config.run.seed, cpu, bf16, rows, count, LENGTH)
-    engine = Engine.build(*args)
+    engine = build(config, world, torch.bfloat16)
     seen: dict[str, set[str]] = {}
 
     def note(what: str, tensor: torch.Tensor) -> None:
@@ -43,7 +37,7 @@ def one_step(config: Config, seed: int) -> dict[str, Any]:
     optimizer = build_optimizer(engine, config.training)
     gradients: list[Any] = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(parts_of(engine, lambda p: p.grad)))
-    result = train_step(engine, optimizer, own_rows(engine, make_batch(seed, 0)), config, 0, 0)
+    result = train_step(engine, optimizer, share(engine, make_batch(seed, 0)), config, 0, 0)
     for h in engine.held:
         note("parameters", h.parameter)
     for entry in optimizer.state.values():

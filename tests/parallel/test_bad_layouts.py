@@ -29,7 +29,11 @@ ROOT = Path(__file__).parents[2]
         (5, {"parallel": {"expert_tensor": 5}}, r"expert_tensor = 5 does not divide moe.expert_width = 12: choose"),
         (6, {"parallel": {"expert_tensor": 3, "tensor": 2}}, r"expert_tensor = 3 and parallel.tensor = 2: one must"),
         (8, {"parallel": {"tensor": 8}}, r"parallel.tensor = 8 does not divide the 4 key/value heads .*\[1, 2, 4\]"),
-        (4, {"parallel": {"tensor": 4}, "model": {"feed_forward_width": 10}}, r"4 .* feed_forward_width = 10: choose"),
+        (
+            4,
+            {"parallel": {"tensor": 4}, "model": {"feed_forward_width": 10}},
+            r"tensor = 4 .*feed_forward_width = 10: choose",
+        ),
         (
             2,
             {"parallel": {"tensor": 2}, "moe": {"shared_width": 5}},

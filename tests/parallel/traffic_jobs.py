@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parallel.ledger import Ledger
 from parallel.traffic import step_traffic
-from tests.parallel.failure_jobs import build, own_rows
+from tests.parallel.engines import build, share
 from tests.parallel.layouts import LENGTH, make_batch
 from training.config import Config
 from training.optimizer import build_optimizer
@@ -24,9 +24,9 @@ def measured_and_predicted(config: Config) -> tuple[dict[str, float], dict[str, 
     """Bytes by kind of the second step, when everything is set up: as sent, and by the formulas."""
     engine = build(config, dist.get_world_size())
     optimizer = build_optimizer(engine, config.training)
-    train_step(engine, optimizer, own_rows(engine, make_batch(1, 0)), config, 0, 0)
+    train_step(engine, optimizer, share(engine, make_batch(1, 0)), config, 0, 0)
     with Ledger() as ledger:
-        train_step(engine, optimizer, own_rows(engine, make_batch(1, 1)), config, 1, 0)
+        train_step(engine, optimizer, share(engine, make_batch(1, 1)), config, 1, 0)
     layout = engine.mesh.layout
     rows = config.micro_batch_sequences(layout)
     told = step_traffic(engine, rows, config.training.batch_sequences // layout.data // rows, LENGTH)
