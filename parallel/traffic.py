@@ -64,8 +64,9 @@ def _expert(engine: Engine, tokens: int) -> list[tuple[str, str, float]]:
 def _tensor(engine: Engine, tokens: int) -> list[tuple[str, str, float]]:
     """Before attention and feed-forward a gather, after each a scatter; in backward the reverse of both.
 
-    The embedding scatters in fp32; the head gathers. Three fp32 numbers a token make the loss of a split vocabulary
-    (largest logit, sum, label's logit), and two each way a norm over a split width.
+    The embedding scatters in its weights' type, which is fp32 or what FSDP2 gathers them in; the head gathers. Three
+    fp32 numbers a token make the loss of a split vocabulary (largest logit, sum, label's logit), and two each way a
+    norm over a split width.
     """
     mesh, width = engine.mesh, engine.config.width
     n = group_size(mesh.tensor_group)
@@ -77,7 +78,10 @@ def _tensor(engine: Engine, tokens: int) -> list[tuple[str, str, float]]:
     for model in engine.models:
         blocks = len(model.blocks)
         passes = 4 * blocks + model.is_last
-        ends = 4 * whole * model.is_first
+        ends = 0.0
+        if model.is_first:
+            assert model.embedding is not None
+            ends = whole * (size if "dp_shard" in _axes(model.embedding.weight) else 4)
         found += [
             ("all_gather", "sequence", passes * whole * size + ends),
             ("reduce_scatter", "sequence", passes * whole * size + ends),
@@ -108,12 +112,14 @@ def _pipeline(engine: Engine, tokens: int) -> list[tuple[str, str, float]]:
 def _zero(engine: Engine, micro_batches: int) -> list[tuple[str, str, float]]:
     """Parameters gathered once a step in the compute type, or twice a pass (stage 3); gradients scattered in fp32.
 
-    A pipeline reduces once a step. With replicas, the shards of gradients are added up among those.
+    A pipeline reduces once a step, and keeps what one backward pass gathered for the next pass: under stage 3 that is
+    one gather a pass and one more. With replicas, the shards of gradients are added up among those.
     """
     zero, mesh = engine.parallel.zero, engine.mesh
     if not zero:
         return []
-    gathers = 2 * micro_batches if zero == 3 else 1
+    passes = 2 * micro_batches if engine.pipeline is None else micro_batches + 1
+    gathers = passes if zero == 3 else 1
     scatters = micro_batches if zero > 1 and engine.pipeline is None else 1
     found = []
     routers = {
@@ -121,8 +127,7 @@ def _zero(engine: Engine, micro_batches: int) -> list[tuple[str, str, float]]:
     }
     for held in engine.held:
         parameter = held.parameter
-        axes = set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
-        name = next((axis for axis in ("dp_shard", "edp_shard") if axis in axes), None)
+        name = next((axis for axis in ("dp_shard", "edp_shard") if axis in _axes(parameter)), None)
         if name is None:
             continue
         layout = mesh.layout
@@ -152,7 +157,7 @@ def _gradients(engine: Engine) -> list[tuple[str, str, float]]:
 
 def _small(engine: Engine) -> list[tuple[str, str, float]]:
     """Labels, norm and measured values in 8 bytes each, and the routers' records in fp64."""
-    mesh = engine.mesh
+    mesh, moe = engine.mesh, engine.moe_config
     routers = [layer.router for model in engine.models for layer in model.moe_layers()]
     records = sum(
         buffer.numel() for r in routers for name, buffer in r.named_buffers(recurse=False) if name.startswith("step_")
@@ -161,6 +166,7 @@ def _small(engine: Engine) -> list[tuple[str, str, float]]:
         ("all_reduce", "labels", 2 * 8 * _others(mesh.data_group)),
         ("all_reduce", "norm and measured values", 2 * 8 * (3 + 2 * len(LOSSES)) * _others(mesh.world_group)),
         ("all_reduce", "routers' records", 2 * 8 * records * _others(mesh.data_group)),
+        ("all_reduce", "sparsity of all stages", 2 * 8 * (moe.router == "remoe") * _others(mesh.pipeline_group)),
     ]
 
 
@@ -179,6 +185,11 @@ def _padded_shard(parameter: Tensor, shards: int, axis: str) -> float:
         )
         elements *= -(-local // shards) if sharded else local
     return elements
+
+
+def _axes(parameter: Tensor) -> set[str]:
+    """Mesh axes that a parameter is split over."""
+    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
 
 
 def _others(group: Group | None) -> float:

@@ -14,6 +14,7 @@ from parallel.traffic import step_traffic
 from tests.parallel.engines import build, share
 from tests.parallel.layouts import LENGTH, make_batch
 from training.config import Config
+from training.device import compute_dtype
 from training.optimizer import build_optimizer
 from training.step import train_step
 
@@ -22,7 +23,8 @@ WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero", "__int__", "__
 
 def measured_and_predicted(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes by kind of the second step, when everything is set up: as sent, and by the formulas."""
-    engine = build(config, dist.get_world_size())
+    dtype = compute_dtype(config.training.precision, torch.device("cpu"))
+    engine = build(config, dist.get_world_size(), dtype)
     optimizer = build_optimizer(engine, config.training)
     train_step(engine, optimizer, share(engine, make_batch(1, 0)), config, 0, 0)
     with Ledger() as ledger:
