@@ -133,7 +133,9 @@ def spoil(engine):
     return finish(engine)
 
 Engine.finish_gradients = spoil
-sys.exit(train.main(sys.argv[1:]))
+status = train.main(sys.argv[1:])
+print("ended with", status, flush=True)  # torchrun may stop the second process before it ends by itself
+sys.exit(status)
 """
 
 
@@ -158,7 +160,7 @@ def test_a_run_logs_steps_that_it_leaves_out_once_and_ends_after_three_in_a_row(
         check=False,
     )
     said = done.stdout + done.stderr
-    assert done.returncode != 0 and re.search(r"exitcode +: 1 ", said), said
+    assert done.returncode != 0 and set(re.findall(r"ended with (\d+)", said)) == {"1"}, said
     text = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9)), said
