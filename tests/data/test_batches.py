@@ -19,7 +19,8 @@ def batches(tiny_corpus):
 def test_rows_are_windows_of_one_domain_and_labels_are_the_next_tokens(tiny_corpus, batches):
     batch = batches.batch(5)
     assert batch.token_BS.shape == batch.label_BS.shape == (12, S)
-    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in batch)
+    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in batch[:3])
+    assert batch.valid_BS is None  # windows have no padding
     assert torch.equal(batch.token_BS[:, 1:], batch.label_BS[:, :-1])
     for row in range(12):
         token_N = tiny_corpus.tokens("train", tiny_corpus.domains[batch.domain_B[row]])
