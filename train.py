@@ -28,9 +28,10 @@ from eval.likelihood import evaluate
 from moe.config import ConfigError
 from moe.flops import training_flops_per_token
 from parallel.engine import Engine
+from training.build import build_engine
 from training.checkpoint import CheckpointError, load_model, load_optimizer, save_checkpoint
 from training.config import Config
-from training.device import compute_dtype, keep_freed_memory, peak_flops
+from training.device import keep_freed_memory, peak_flops
 from training.job import Job, is_shared
 from training.layout_table import layout_table
 from training.load_config import load_config
@@ -123,20 +124,7 @@ def prepare(config: Config, job: Job) -> Experiment:
     )
     heldout_windows(corpus, training.sequence_length)  # refuses a corpus without held-out text, before training
     run, checkpoint = Run.create(config, job)
-    layout = config.layout(job.world)
-    rows = config.micro_batch_sequences(layout)
-    model = Engine.build(
-        config.model,
-        config.moe,
-        config.parallel,
-        layout,
-        config.run.seed,
-        device,
-        compute_dtype(training.precision, device),
-        rows,
-        training.batch_sequences // layout.data // rows,
-        training.sequence_length,
-    )
+    model = build_engine(config, job.world, device)
     optimizer = build_optimizer(model, training)
     telemetry = RoutingTelemetry.of(model, training.sequence_length)
     if checkpoint is None:
@@ -156,8 +144,7 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
     last_step = max(e.first_step, config.run.stop_after or config.training.steps)
     done = e.first_step
     stop, bad_steps = done == last_step, 0
-    own_rows = config.training.batch_sequences // e.model.mesh.layout.data
-    rows = slice(e.model.mesh.data * own_rows, (e.model.mesh.data + 1) * own_rows)
+    rows = e.model.mesh.own_rows(config.training.batch_sequences)
     with profiler(e) as profile, progress_line(console) as progress:
         task = progress.add_task("", total=config.training.steps, completed=done, status="")
         while not stop:

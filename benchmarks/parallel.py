@@ -23,13 +23,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.train_step import random_tokens
 from data.batches import Batch
 from eval.command import run_command
 from parallel.engine import Engine
 from parallel.ledger import Ledger
 from parallel.traffic import step_traffic
+from training.build import build_engine
 from training.config import Config
-from training.device import compute_dtype, keep_freed_memory
+from training.device import keep_freed_memory
 from training.load_config import load_config
 from training.optimizer import build_optimizer
 from training.step import train_step
@@ -107,15 +109,12 @@ def _serve(rank: int, world: int, threads: int, store: str, arguments: list[str]
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     config = load_config(arguments)
-    layout, training, cpu = config.layout(world), config.training, torch.device("cpu")
-    rows = config.micro_batch_sequences(layout)
-    passes = training.batch_sequences // layout.data // rows
-    dtype, length = compute_dtype(training.precision, cpu), training.sequence_length
-    engine = Engine.build(
-        config.model, config.moe, config.parallel, layout, config.run.seed, cpu, dtype, rows, passes, length
-    )
-    optimizer = build_optimizer(engine, training)
-    batch = _random_batch(config, engine)
+    engine = build_engine(config, world, torch.device("cpu"))
+    optimizer = build_optimizer(engine, config.training)
+    mine = engine.mesh.own_rows(config.training.batch_sequences)
+    token_BS, label_BS = (values[mine] for values in random_tokens(config))
+    batch = Batch(token_BS, label_BS, torch.zeros(len(token_BS), dtype=torch.int64))
+    rows, length = config.micro_batch_sequences(engine.mesh.layout), config.training.sequence_length
     while True:
         what, given = end.recv()
         if what == "steps":
@@ -123,17 +122,8 @@ def _serve(rank: int, world: int, threads: int, store: str, arguments: list[str]
         else:
             with Ledger() as ledger:
                 train_step(engine, optimizer, batch, config, 0, 0)
-            told = step_traffic(engine, rows, passes, length)
+            told = step_traffic(engine, rows, len(token_BS) // rows, length)
             end.send((ledger.count_by_kind(), ledger.bytes_by_kind(), told))
-
-
-def _random_batch(config: Config, engine: Engine) -> Batch:
-    training = config.training
-    generator = torch.Generator().manual_seed(engine.mesh.data)
-    own = training.batch_sequences // engine.mesh.layout.data
-    shape = (own, training.sequence_length + 1)
-    token_BS = torch.randint(1, config.model.vocabulary_size, shape, generator=generator)
-    return Batch(token_BS[:, :-1].contiguous(), token_BS[:, 1:].contiguous(), torch.zeros(own, dtype=torch.int64))
 
 
 def _timed(engine: Engine, optimizer: torch.optim.Optimizer, batch: Batch, config: Config) -> tuple[float, float]:
@@ -170,7 +160,7 @@ def traffic_table(options: Options, base: list[str]) -> Table:
 def speed_table(options: Options, base: list[str], tokens: int) -> Table:
     """Two processes with a thread each against one with two threads, in turn."""
     jobs = {"one process, 2 threads": Job(1, 2, base)}
-    jobs |= {f"{name}, 1 thread each": Job(*_one_thread(name), [*base, *LAYOUTS[name][1]]) for name in TIMED}
+    jobs |= {f"{name}, 1 thread each": Job(LAYOUTS[name][0], 1, [*base, *LAYOUTS[name][1]]) for name in TIMED}
     try:
         for job in jobs.values():
             job.ask("steps", 2)
@@ -193,10 +183,6 @@ def speed_table(options: Options, base: list[str], tokens: int) -> Table:
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
         table.add_row(name, f"{speed:,.0f}", ratio, f"{waiting:.0%}" if "each" in name else "")
     return table
-
-
-def _one_thread(name: str) -> tuple[int, int]:
-    return LAYOUTS[name][0], 1
 
 
 def main() -> None:

@@ -142,6 +142,22 @@ class _SumOver(torch.autograd.Function):
         return total(grads[0], ctx.group), None
 
 
+def add_up(tensors: Sequence[Tensor], group: Group, dtype: torch.dtype | None = None) -> None:
+    """Replace tensors by their sums over a group, in one all-reduce.
+
+    Args:
+        tensors: of one type where no `dtype` is given; the same shapes on all processes.
+        group: whose.
+        dtype: to add up in.
+    """
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1).to(dtype or tensor.dtype) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def total(x: Tensor, group: Group | None) -> Tensor:
     """Sum over a group, without gradient, in a new tensor."""
     x = x.detach().clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from moe.layer import Experts, MoELayer
 from moe.model import Transformer, update_routers
 from moe.routing import RoutingContext
 from parallel import zero as zero_stages
-from parallel.collectives import total
+from parallel.collectives import add_up, total
 from parallel.config import Layout, ParallelConfig
 from parallel.expert import ExpertDispatcher
 from parallel.gradients import clip_gradients, gradient_norm, held_parameters, sum_gradients
@@ -203,14 +203,9 @@ class Engine:
     def after_step(self) -> None:
         """Let every router see what the routers of other processes recorded, and update its balance state."""
         routers = [layer.router for model in self.models for layer in model.moe_layers()]
-        if self.mesh.data_group is not None and routers:
-            buffers = [b for r in routers for name, b in r.named_buffers(recurse=False) if name.startswith("step_")]
+        if self.mesh.data_group is not None:
             # Counts are whole numbers below 2^53, so fp64 adds them exactly.
-            flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers]) if buffers else None
-            if flat is not None:
-                dist.all_reduce(flat, group=self.mesh.data_group)
-                for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                    buffer.copy_(part.view_as(buffer))
+            add_up([b for router in routers for b in router.step_buffers()], self.mesh.data_group, torch.float64)
         stages = self.mesh.pipeline_group
         update_routers(self.moe_config, routers, None if stages is None else lambda x: total(x.to(self.device), stages))
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moe.layer import Experts
 from moe.model import Transformer
+from parallel.collectives import add_up
 from parallel.mesh import Group, Mesh
-from parallel.shards import local_gradient
+from parallel.shards import local_gradient, mesh_axes
 
 PIECE = 1 << 16  # elements whose squares are added up in fp32
 BUCKET = 1 << 24  # gradient elements of one all-reduce: 64 MiB in fp32
@@ -52,7 +52,7 @@ def held_parameters(models: list[Transformer], mesh: Mesh) -> list[Held]:
             if not parameter.requires_grad:
                 continue
             tied = name == "embedding.weight" and not model.is_first
-            axes = _axes(parameter)
+            axes = mesh_axes(parameter)
             by_fsdp = bool(axes & {"dp_shard", "edp_shard"})
             if id(parameter) in experts:
                 group = None if by_fsdp else mesh.expert_data_group
@@ -68,20 +68,12 @@ def held_parameters(models: list[Transformer], mesh: Mesh) -> list[Held]:
     return found
 
 
-def _axes(parameter: Tensor) -> set[str]:
-    """Mesh axes that a parameter is split over."""
-    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
-
-
 def sum_gradients(held: list[Held]) -> None:
     """Add up what backward left on the processes that hold the same part; in buckets, in the same order on all."""
     groups = dict.fromkeys(h.sum_over for h in held if h.sum_over is not None)
     for group in groups:
         for bucket in _buckets([local_gradient(h.parameter) for h in held if h.sum_over is group]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=group)
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            add_up(bucket, group)
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

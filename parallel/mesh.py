@@ -97,6 +97,11 @@ class Mesh:
         """Which of those this one is."""
         return self.tensor // self.layout.expert_tensor if self.shares > 1 else 0
 
+    def own_rows(self, rows: int) -> slice:
+        """Which of a global batch's rows this process reads."""
+        own = rows // self.layout.data
+        return slice(self.data * own, (self.data + 1) * own)
+
     def _dispatch_group(self) -> Group | None:
         """Owners of all experts, and of all slices that tensor parallelism does not already bring together."""
         assert self.sparse is not None
@@ -120,8 +125,3 @@ class Mesh:
 def group_size(group: Group | None) -> int:
     """Processes in a group; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
-
-
-def group_rank(group: Group | None) -> int:
-    """This process' place in a group; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)

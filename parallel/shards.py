@@ -51,6 +51,11 @@ def shard_of(parameter: Tensor) -> Shard:
     return Shard(parameter.to_local(), tuple(parameter.shape), tuple(start))
 
 
+def mesh_axes(parameter: Tensor) -> set[str]:
+    """Mesh axes that a parameter is split over."""
+    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,6 +17,7 @@ from moe.routers.base import Router
 from parallel.config import V_SHAPED
 from parallel.engine import Engine
 from parallel.mesh import Group, group_size
+from parallel.shards import local_part, mesh_axes
 
 Traffic = dict[str, dict[str, float]]  # kind of collective, what for: bytes
 
@@ -81,7 +82,7 @@ def _tensor(engine: Engine, tokens: int) -> list[tuple[str, str, float]]:
         ends = 0.0
         if model.is_first:
             assert model.embedding is not None
-            ends = whole * (size if "dp_shard" in _axes(model.embedding.weight) else 4)
+            ends = whole * (size if "dp_shard" in mesh_axes(model.embedding.weight) else 4)
         found += [
             ("all_gather", "sequence", passes * whole * size + ends),
             ("reduce_scatter", "sequence", passes * whole * size + ends),
@@ -127,7 +128,7 @@ def _zero(engine: Engine, micro_batches: int) -> list[tuple[str, str, float]]:
     }
     for held in engine.held:
         parameter = held.parameter
-        name = next((axis for axis in ("dp_shard", "edp_shard") if axis in _axes(parameter)), None)
+        name = next((axis for axis in ("dp_shard", "edp_shard") if axis in mesh_axes(parameter)), None)
         if name is None:
             continue
         layout = mesh.layout
@@ -147,7 +148,7 @@ def _gradients(engine: Engine) -> list[tuple[str, str, float]]:
     """Gradients that FSDP2 does not add up, in fp32, once a step; tied ones between both ends."""
     found = []
     for held in engine.held:
-        local = held.parameter.to_local() if isinstance(held.parameter, DTensor) else held.parameter
+        local = local_part(held.parameter)
         found.append(("all_reduce", "gradients", 2 * 4 * local.numel() * _others(held.sum_over)))
         ends = engine.mesh.ends_group if engine.parallel.schedule not in V_SHAPED else None
         if engine.pipeline is not None and held.name == "embedding.weight" and engine.config.tie_embeddings:
@@ -159,9 +160,7 @@ def _small(engine: Engine) -> list[tuple[str, str, float]]:
     """Labels, norm and measured values in 8 bytes each, and the routers' records in fp64."""
     mesh, moe = engine.mesh, engine.moe_config
     routers = [layer.router for model in engine.models for layer in model.moe_layers()]
-    records = sum(
-        buffer.numel() for r in routers for name, buffer in r.named_buffers(recurse=False) if name.startswith("step_")
-    )
+    records = sum(buffer.numel() for router in routers for buffer in router.step_buffers())
     return [
         ("all_reduce", "labels", 2 * 8 * _others(mesh.data_group)),
         ("all_reduce", "norm and measured values", 2 * 8 * (3 + 2 * len(LOSSES)) * _others(mesh.world_group)),
@@ -185,11 +184,6 @@ def _padded_shard(parameter: Tensor, shards: int, axis: str) -> float:
         )
         elements *= -(-local // shards) if sharded else local
     return elements
-
-
-def _axes(parameter: Tensor) -> set[str]:
-    """Mesh axes that a parameter is split over."""
-    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
 
 
 def _others(group: Group | None) -> float:

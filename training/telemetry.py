@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ class RunLog:
     """
 
     def __init__(self, run: Run, first_step: int, writes: bool = True) -> None:
-        self._writes = writes
         self._tensorboard = None
         if not writes:
+            self._metrics, self._routing = _nowhere(), _nowhere()
             return
         (run.folder / "routing").mkdir(exist_ok=True)
         self._metrics = _reopen(run.folder / "metrics.jsonl", first_step)
@@ -39,15 +40,11 @@ class RunLog:
 
     def metrics(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl; "step" counts finished steps."""
-        if not self._writes:
-            return
         self._metrics.write(json.dumps(values) + "\n")
         self._metrics.flush()
 
     def routing(self, values: dict[str, Any]) -> None:
         """One line of routing/steps.jsonl."""
-        if not self._writes:
-            return
         self._routing.write(json.dumps(values) + "\n")
         self._routing.flush()
 
@@ -62,12 +59,15 @@ class RunLog:
 
     def __exit__(self, *exception: object) -> None:
         """Flush and close all files, also after an error."""
-        if not self._writes:
-            return
         self._metrics.close()
         self._routing.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _nowhere() -> Any:
+    """A file that keeps nothing."""
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _reopen(path: Path, first_step: int) -> Any:

@@ -196,9 +196,12 @@ class Router(nn.Module):
 
     def forget_step(self) -> None:
         """Drop what was recorded of a step, because it is done or not taken."""
-        for name, buffer in self.named_buffers(recurse=False):
-            if name.startswith("step_"):
-                buffer.zero_()
+        for buffer in self.step_buffers():
+            buffer.zero_()
+
+    def step_buffers(self) -> list[Tensor]:
+        """What was recorded of the current step."""
+        return [buffer for name, buffer in self.named_buffers(recurse=False) if name.startswith("step_")]
 
 
 def asked_for(decision: Decision, context: RoutingContext) -> Tensor:

@@ -17,6 +17,7 @@ from parallel.pipeline import MicroBatch
 from parallel.shards import specialize
 from tests.parallel import layouts
 from tests.parallel.layouts import MODEL, Part, differences, parts_of
+from training.build import build_engine
 from training.config import Config
 from training.optimizer import build_optimizer
 from training.step import train_step
@@ -26,12 +27,7 @@ Hook = Callable[[Engine, int], None]
 
 def build(config: Config, world: int = 1, dtype: torch.dtype = torch.float32) -> Engine:
     """This process' part of a job; all processes call it together."""
-    layout = config.layout(world)
-    rows, training = config.micro_batch_sequences(layout), config.training
-    return Engine.build(
-        config.model, config.moe, config.parallel, layout, config.run.seed, torch.device("cpu"), dtype, rows,
-        training.batch_sequences // layout.data // rows, training.sequence_length,
-    )  # fmt: skip
+    return build_engine(config, world, torch.device("cpu"), dtype)
 
 
 def batch_of(labels: Sequence[int], length: int, seed: int = 0) -> Batch:
@@ -46,8 +42,7 @@ def batch_of(labels: Sequence[int], length: int, seed: int = 0) -> Batch:
 
 def share(engine: Engine, batch: Batch) -> Batch:
     """This process' rows of a global batch."""
-    own = batch.token_BS.shape[0] // engine.mesh.layout.data
-    mine = slice(engine.mesh.data * own, (engine.mesh.data + 1) * own)
+    mine = engine.mesh.own_rows(batch.token_BS.shape[0])
     return Batch(*(None if values is None else values[mine] for values in batch))
 
 

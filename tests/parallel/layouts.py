@@ -19,6 +19,7 @@ from moe.routers.loss_free import LossFreeRouter
 from moe.routing import Routing, to_groups
 from parallel.engine import Engine
 from parallel.shards import local_part, shard_of
+from training.build import build_engine
 from training.config import Config
 from training.load_config import config_from_dict
 from training.routing_telemetry import RoutingTelemetry
@@ -121,13 +122,7 @@ def train(
         observe: called with (step, layer, routing).
         routers: filled with the routers by layer.
     """
-    layout = config.layout(world)
-    rows = config.micro_batch_sequences(layout)
-    own = ROWS // layout.data
-    engine = Engine.build(
-        config.model, config.moe, config.parallel, layout, config.run.seed, torch.device("cpu"), torch.float32,
-        rows, own // rows, LENGTH,
-    )  # fmt: skip
+    engine = build_engine(config, world, torch.device("cpu"), torch.float32)
     if routers is not None:
         routers |= {layer.index: layer.router for model in engine.models for layer in model.moe_layers()}
     optimizer = torch.optim.SGD([h.parameter for h in engine.held], lr=0.1, foreach=False)
@@ -141,7 +136,7 @@ def train(
     results, records = [], []
     for step in range(STEPS):
         telemetry.start_step(detailed=True)
-        mine = slice(engine.mesh.data * own, (engine.mesh.data + 1) * own)
+        mine = engine.mesh.own_rows(ROWS)
         batch = Batch(*(None if part is None else part[mine] for part in make_batch(seed, step, kind)))
         for model in engine.models if starve else ():
             for layer in model.moe_layers():

@@ -59,13 +59,13 @@ def test_stages_tell_each_other_the_sparsity_of_their_routers(pool):
 
 
 def test_expert_choice_sends_equal_parts_without_counts_and_waits_for_nothing(pool):
-    for collectives, waits, _ in pool(2).run(layer_collectives, make_config(parallel={"expert": 2})):
+    for collectives, waits in pool(2).run(layer_collectives, make_config(parallel={"expert": 2})):
         assert collectives == ["all_to_all float32"] * 4
         assert waits == []
 
 
 def test_token_choice_tells_its_counts_once_and_waits_once(pool):
     config = make_config(moe={"router": "token_choice"}, parallel={"expert": 2})
-    for collectives, waits, _ in pool(2).run(layer_collectives, config):
+    for collectives, waits in pool(2).run(layer_collectives, config):
         assert collectives == ["all_to_all int64"] + ["all_to_all float32"] * 4
         assert waits == ["nonzero", "tolist"]  # the decision's pairs, and the counts

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe.routing import RoutingContext
 from parallel.ledger import Ledger
 from parallel.traffic import step_traffic
 from tests.parallel.engines import build, share
@@ -58,14 +59,12 @@ def counted_waits() -> Iterator[list[str]]:
             setattr(torch.Tensor, name, method)
 
 
-def layer_collectives(config: Config) -> tuple[list[str], list[str], int]:
-    """Collectives and waits of one mixture layer's forward and backward, and how many rows the pass has."""
-    from moe.routing import RoutingContext
-
+def layer_collectives(config: Config) -> tuple[list[str], list[str]]:
+    """Collectives and waits of one mixture layer's forward and backward."""
     engine = build(config, dist.get_world_size())
     layer = engine.models[0].moe_layers()[0]
     x_BSD = torch.randn(4, LENGTH, engine.config.width, requires_grad=True)
     with Ledger() as ledger, counted_waits() as waits:
         y_BSD = layer(x_BSD, RoutingContext(4, LENGTH, mode="train", step_tokens=32, step_groups=2))
         y_BSD.sum().backward()
-    return [str(record) for record in ledger.records], waits, 4 * LENGTH
+    return [str(record) for record in ledger.records], waits
