@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import shlex
 import signal
 import sys
 import time
@@ -31,10 +30,10 @@ from parallel.engine import Engine
 from training.build import build_engine
 from training.checkpoint import CheckpointError, load_model, load_optimizer, save_checkpoint
 from training.config import Config
-from training.device import keep_freed_memory, peak_flops
-from training.job import Job, is_shared
+from training.device import compute_dtype, keep_freed_memory, peak_flops
+from training.job import Job
 from training.layout_table import layout_table
-from training.load_config import load_config
+from training.load_config import config_values, load_config
 from training.optimizer import build_optimizer
 from training.routing_telemetry import RoutingTelemetry, layer_means
 from training.run import Run, RunError
@@ -50,15 +49,21 @@ def main(arguments: list[str]) -> int:
     """Command line; the exit status."""
     job = Job()
     console = Console(soft_wrap=True, highlight=False, markup=False, quiet=not job.is_main)
+    said = io.StringIO()  # what parsing flags says on other processes than the main one
     try:
-        with contextlib.nullcontext() if job.is_main else contextlib.redirect_stderr(io.StringIO()):
-            config = load_config(arguments)  # a bad flag is explained once
+        with contextlib.nullcontext() if job.is_main else contextlib.redirect_stderr(said):
+            config = load_config(arguments)
         config.layout(job.world)
         status = train(config, job, console)
     except (ConfigError, RunError, CheckpointError, DataError, NonFiniteGradient, OSError, SafetensorError) as error:
-        if job.is_main or not is_shared(error):
-            print(f"error: {f'process {job.rank}: ' if job.rank else ''}{error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        job.let_main_speak()
+        print(f"error: {f'process {job.rank}: ' if job.rank else ''}{error}", file=sys.stderr)
+        status = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except SystemExit as bad_flag:
+        if bad_flag.code:
+            job.let_main_speak()
+            print(said.getvalue(), end="", file=sys.stderr)
+        raise
     except KeyboardInterrupt:  # before the first step, after the last one, or the second time
         if job.is_main:
             print("interrupted; what was saved can be continued with --run.resume auto", file=sys.stderr)
@@ -107,9 +112,7 @@ def train(config: Config, job: Job, console: Console) -> int:
         console.print(f"held-out, causal routing: {bits:.4f} bits per byte ({nats:.4f} nats per token)")
         console.print(f"run folder: {run.folder}   scoreboard: python -m eval.report {run.folder}")
         return 0
-    # Later flags win, so the command can be repeated as it was with these behind it.
-    command = " ".join([job.launcher, *map(shlex.quote, sys.argv), "--run.resume auto --run.stop-after 0"])
-    console.print(f"saved {run.folder} at step {done}; continue with: {command}")
+    console.print(f"saved {run.folder} at step {done}; continue with: {job.continue_command(sys.argv)}")
     return EXIT_INTERRUPTED if asked_to_stop() else 0
 
 
@@ -119,12 +122,16 @@ def prepare(config: Config, job: Job) -> Experiment:
     corpus = Corpus.open(config.data.corpus)
     corpus.require_model_vocabulary(config.model.vocabulary_size)
     training = config.training
+    dtype = compute_dtype(training.precision, device)
+    job.require_same(
+        config_values(config) | {"corpus sha256": corpus.sha256, "dtype": str(dtype), "torch": torch.__version__}
+    )
     batches = Batches(
         corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
     )
     heldout_windows(corpus, training.sequence_length)  # refuses a corpus without held-out text, before training
     run, checkpoint = Run.create(config, job)
-    model = build_engine(config, job.world, device)
+    model = build_engine(config, job.world, device, dtype)
     optimizer = build_optimizer(model, training)
     telemetry = RoutingTelemetry.of(model, training.sequence_length)
     if checkpoint is None:
@@ -180,7 +187,7 @@ def take_steps(e: Experiment, log: RunLog, asked_to_stop: Callable[[], bool], co
             progress.update(task, completed=done, status=status_text(values))
             profile.step()
             at_interval = config.run.checkpoint_every and done % config.run.checkpoint_every == 0
-            stop = done == last_step or e.job.any(asked_to_stop(), e.device)
+            stop = done == last_step or e.job.any(asked_to_stop())
             if stop or at_interval:
                 state = {"tokens": done * config.tokens_per_step, "routing": e.telemetry.state()}
                 save_checkpoint(e.run.checkpoints, done, e.model.models, e.optimizer, state)
@@ -246,7 +253,10 @@ def validate(e: Experiment, tokens: int, name: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C into a question asked at step boundaries; a second one ends the process at once."""
+    """Turn Ctrl-C, and SIGUSR1, into a question asked at step boundaries; a second one ends the process at once.
+
+    SIGTERM stays deadly: torchrun sends it where another process has died, and then there is no next step.
+    """
     asked = False
 
     def note(signum: int, frame: object) -> None:
@@ -255,11 +265,13 @@ def interruptible() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    before = signal.signal(signal.SIGINT, note)
+    polite = [signal.SIGINT] + ([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])
+    before = {which: signal.signal(which, note) for which in polite}
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from moe.config import ModelConfig, MoEConfig
 from moe.model import Transformer
 from moe.modules import RMSNorm
 from moe.routers.base import Router
-from moe.soft import SoftMoELayer
+from moe.soft import Slots
 
 # Rows drawn from one generator. A shard boundary inside a block would draw the block and keep a part.
 ROW_BLOCK = 128
@@ -73,7 +73,7 @@ def initialize(model: Transformer, seed: int, shard_of: Callable[[Tensor], Shard
     """
     residual = 1 / math.sqrt(2 * model.config.layers)
     norms = {id(p) for module in model.modules() if isinstance(module, RMSNorm) for p in module.parameters()}
-    routers = [module for module in model.modules() if isinstance(module, Router | SoftMoELayer)]
+    routers = [module for module in model.modules() if isinstance(module, Router | Slots)]
     vectors = {id(p) for router in routers for p in router.parameters() if p.dim() < 2}
     for name, parameter in model.named_parameters():
         shard = shard_of(parameter)

@@ -20,15 +20,32 @@ from moe.modules import FeedForward
 from moe.routing import Routing, RoutingContext, from_groups, to_groups
 
 
-class SoftMoELayer(nn.Module):
-    """Experts on slots, with an optional shared expert that every token passes.
-
-    Tokens and slots are compared in fp32 by cosine (section 2.3): X the normalised input, Phi the normalised slots.
+class Slots(nn.Module):
+    """How much each token has to do with each slot: fp32 cosines, scaled (section 2.3).
 
     Attributes:
         slot_MD: direction of each slot, (E * P, D), expert by expert; P is `slots_per_expert`.
         scale_1: factor on the cosines, learned from 1.
     """
+
+    def __init__(self, slots: int, width: int) -> None:
+        super().__init__()
+        self.slot_MD = nn.Parameter(torch.empty(slots, width))
+        self.scale_1 = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        """Parameters that do not start from the model's usual normal distribution."""
+        nn.init.ones_(self.scale_1)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """(T, D) of any floating type -> (T, M)."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            slot_MD = F.normalize(self.slot_MD.float(), dim=1)
+            return self.scale_1.float() * (F.normalize(x_TD.float(), dim=1) @ slot_MD.T)
+
+
+class SoftMoELayer(nn.Module):
+    """Experts on slots, with an optional shared expert that every token passes."""
 
     def __init__(self, config: MoEConfig, width: int, index: int) -> None:
         super().__init__()
@@ -36,21 +53,14 @@ class SoftMoELayer(nn.Module):
         self.index = index
         self.experts = Experts(config, width)
         self.shared = FeedForward(width, config.shared_width) if config.shared_width else None
-        self.slot_MD = nn.Parameter(torch.empty(config.num_experts * config.slots_per_expert, width))
-        self.scale_1 = nn.Parameter(torch.empty(1))
-
-    def reset_parameters(self) -> None:
-        """Parameters that do not start from the model's usual normal distribution."""
-        nn.init.ones_(self.scale_1)
+        self.slots = Slots(config.num_experts * config.slots_per_expert, width)
 
     def forward(self, x_BSD: Tensor, context: RoutingContext) -> Tensor:
         """(B, S, D) -> (B, S, D), without the residual connection; 0 at padding."""
         x_TD = x_BSD.flatten(0, 1)
         if context.valid_T is not None:  # padding may hold anything, and 0 times the gradient of a NaN is a NaN
             x_TD = torch.where(context.valid_T[:, None], x_TD, 0.0)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            slot_MD = F.normalize(self.slot_MD.float(), dim=1)
-            affinity_TM = self.scale_1.float() * (F.normalize(x_TD.float(), dim=1) @ slot_MD.T)
+        affinity_TM: Tensor = self.slots(x_TD)
         mix = self._alone if context.mode == "causal" else self._together
         y_TD = mix(x_TD, affinity_TM, context)
         if context.valid_T is not None:

@@ -72,7 +72,7 @@ class ParallelConfig:
         if self.pipeline > 1 and self.zero == 2:
             raise ConfigError(
                 "parallel.zero = 2 with parallel.pipeline > 1: a pipeline stage reduces gradients once a step whatever "
-                "it is told, which is parallel.zero = 1: use that"
+                "it is told, which is parallel.zero = 1: use that, or 0 where parallel.data is 1"
             )
         if self.pipeline > 1 and self.zero == 3 and self.schedule in SPLIT_BACKWARD:
             raise ConfigError(
@@ -187,8 +187,7 @@ def check_parallel(parallel: ParallelConfig, layout: Layout, model: ModelConfig,
     _check_tensor(layout, model, moe, length)
     if moe.is_moe:
         _check_experts(layout, moe)
-    if layout.pipeline > 1:
-        _check_stages(parallel, layout, model)
+    _check_stages(parallel, layout, model)
 
 
 def micro_batch_sequences(
@@ -211,8 +210,7 @@ def micro_batch_sequences(
     require(
         batch % (layout.data * group) == 0,
         f"training.batch_sequences = {batch} does not divide into {layout.data} data-parallel parts of whole routing "
-        f"groups of {group} sequences: make it a multiple of {layout.data * group}, or choose parallel.data among "
-        f"{[d for d in divisors(layout.world) if batch % (d * group) == 0]}",
+        f"groups of {group} sequences: make it a multiple of {layout.data * group}{_fewer_parts(layout, batch, group)}",
     )
     rows = batch // layout.data
     problems = {n: _micro_batch_problem(parallel, layout, moe, n, rows // n, length) for n in divisors(rows)}
@@ -229,6 +227,14 @@ def micro_batch_sequences(
         )
     why = problems.get(micro) or f"it must divide the {rows} sequences of a process and hold whole groups of {group}"
     raise ConfigError(f"training.micro_batch_sequences = {micro}: {why}; {works}")
+
+
+def _fewer_parts(layout: Layout, batch: int, group: int) -> str:
+    """The advice to start fewer processes, where that helps."""
+    fitting = [d for d in range(1, layout.data) if batch % (d * group) == 0]
+    each = layout.world // layout.data
+    fitting = [d for d in fitting if d * layout.tensor % (layout.expert * layout.expert_tensor) == 0]
+    return f", or start {max(fitting) * each} processes" if fitting else ""
 
 
 def _micro_batch_problem(
@@ -315,6 +321,15 @@ def _check_experts(layout: Layout, moe: MoEConfig) -> None:
 
 def _check_stages(parallel: ParallelConfig, layout: Layout, model: ModelConfig) -> None:
     stages, schedule, cut = parallel.stages, parallel.schedule, parallel.stage_layers
+    default = ParallelConfig()
+    idle = ["schedule", "stage_layers"] if layout.pipeline == 1 else []
+    idle += ["stages_per_rank"] if schedule in ONE_STAGE + V_SHAPED or layout.pipeline == 1 else []
+    for key in idle:
+        require(
+            (value := getattr(parallel, key)) == getattr(default, key),
+            f"parallel.{key} = {value!r} has no effect with parallel.pipeline = {layout.pipeline} and "
+            f'parallel.schedule = "{schedule}": remove it',
+        )
     require(
         stages <= model.layers,
         f'parallel.schedule = "{schedule}" with parallel.pipeline = {layout.pipeline} cuts {stages} stages, and '
@@ -324,8 +339,12 @@ def _check_stages(parallel: ParallelConfig, layout: Layout, model: ModelConfig) 
     require(
         not cut or (len(cut) == stages and sum(cut) == model.layers and min(cut) > 0),
         f"parallel.stage_layers = {list(cut)}: must be {stages} numbers above 0 (one a stage) that add up to "
-        f"model.layers = {model.layers}",
+        f"model.layers = {model.layers}; as a flag, --parallel.stage-layers {_even_cut(model.layers, stages)}",
     )
+
+
+def _even_cut(layers: int, stages: int) -> str:
+    return " ".join(str(layers * (n + 1) // stages - layers * n // stages) for n in range(stages))
 
 
 def _fitting(world: int, first: str, second: str) -> str:

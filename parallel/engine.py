@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from parallel import zero as zero_stages
 from parallel.collectives import add_up, total
 from parallel.config import Layout, ParallelConfig
 from parallel.expert import ExpertDispatcher
-from parallel.gradients import clip_gradients, gradient_norm, held_parameters, sum_gradients
+from parallel.gradients import Held, clip_gradients, gradient_norm, held_parameters, sum_gradients
 from parallel.mesh import Mesh, group_size
 from parallel.pipeline import MicroBatch, Pipeline, Stage, stage_layers, stages_of
 from parallel.recompute import recompute
@@ -34,7 +35,6 @@ class Engine:
         mesh: where this process is.
         models: its stages, first to last; one without a pipeline.
         config, moe_config: of the whole model.
-        held: its parameters, and who else holds them.
     """
 
     def __init__(self, models: dict[int, Transformer], parallel: ParallelConfig, mesh: Mesh) -> None:
@@ -44,7 +44,6 @@ class Engine:
         self.config, self.moe_config = self.models[0].config, self.models[0].moe_config
         self.pipeline: Pipeline | None = None
         self._split()
-        self.held = held_parameters(self.models, mesh)
 
     @classmethod
     def around(cls, model: Transformer) -> Engine:
@@ -87,10 +86,14 @@ class Engine:
         for stage in engine.stages.values():
             stage.to_empty(device=device)
             initialize(stage.model, seed, shard_of)
-        engine.held = held_parameters(engine.models, mesh)  # what got memory are new parameters
         if layout.pipeline > 1:
             engine.pipeline = Pipeline(engine.stages, parallel, mesh, micro_batches, rows, length)
         return engine
+
+    @cached_property
+    def held(self) -> list[Held]:
+        """This process' parameters, and who else holds them. Getting memory makes new parameters: ask after that."""
+        return held_parameters(self.models, self.mesh)
 
     def _split(self) -> None:
         """Apply the degrees from the inside out: tensor, experts, recompute, ZeRO."""

@@ -23,6 +23,7 @@ class Mesh:
         sparse: (pp, edp_replicate, edp_shard, ep, etp); likewise.
         stage, data, tensor: this process among pipeline ranks, data-parallel parts and tensor-parallel processes.
         expert_data, expert, expert_tensor: and among copies, owners and slices of experts.
+        replica, expert_replica: the HSDP group it is in, for the dense layers and for the experts.
         world_group, pipeline_group, data_group, tensor_group: all processes; those that differ in one place only.
         stage_group: all processes of this pipeline rank.
         expert_data_group: those that hold the same part of the same experts.

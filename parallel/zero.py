@@ -23,7 +23,7 @@ def shard_parameters(stage: nn.Module, model: Transformer, mesh: Mesh, zero: int
     """Shard a stage: each block a unit, its experts and, in low precision, its router units of their own.
 
     Parameters stay fp32 where the optimizer sees them. They are gathered in the compute dtype, gradients are added up
-    in fp32. The router computes in fp32 always, so it is gathered in fp32.
+    in fp32. Routers and slots compute in fp32 always, so they are gathered in fp32.
 
     Args:
         stage: module that the model's forward pass is entered by.
@@ -61,8 +61,10 @@ def shard_parameters(stage: nn.Module, model: Transformer, mesh: Mesh, zero: int
         feed_forward = block.feed_forward
         if isinstance(feed_forward, MoELayer | SoftMoELayer) and copies > 1:
             shard(feed_forward.experts, sparse, policy)
-        if isinstance(feed_forward, MoELayer) and low:
+        if low and isinstance(feed_forward, MoELayer):
             shard(feed_forward.router, dense, exact)
+        if low and isinstance(feed_forward, SoftMoELayer):
+            shard(feed_forward.slots, dense, exact)
         shard(block, dense, policy)
     shard(stage, dense, policy)
     for unit in units(stage):

@@ -82,18 +82,16 @@ def config_to_toml(config: Config) -> str:
     return tomli_w.dumps(present)
 
 
+def config_values(config: Config, ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """Values by "section.key"; `ignore` names whole sections."""
+    nested = dataclasses.asdict(config)
+    return {f"{s}.{key}": value for s, keys in nested.items() if s not in ignore for key, value in keys.items()}
+
+
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
     """Keys in which two configurations differ, as "section.key: old -> new"; `ignore` names whole sections."""
-    found = []
-    for section in dataclasses.fields(Config):
-        if section.name in ignore:
-            continue
-        before, after = getattr(old, section.name), getattr(new, section.name)
-        for key in dataclasses.fields(before):
-            a, b = getattr(before, key.name), getattr(after, key.name)
-            if a != b:
-                found.append(f"{section.name}.{key.name}: {a!r} -> {b!r}")
-    return found
+    before, after = config_values(old, ignore), config_values(new, ignore)
+    return [f"{key}: {before[key]!r} -> {after[key]!r}" for key in before if before[key] != after[key]]
 
 
 def _section_type(name: str) -> type:

@@ -13,6 +13,8 @@ import json
 import platform
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from training.load_config import config_from_dict, config_to_toml, differences, 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # not on Windows, where nothing keeps a second process off
     fcntl = importlib.import_module("fcntl")
+
+SEE_S = 30.0  # after which a network file system shows on one machine what another wrote
 
 
 class RunError(RuntimeError):
@@ -70,10 +74,33 @@ class Run:
             The run, and the checkpoint to continue from.
 
         Raises:
-            RunError: if the folder exists and may not be continued; nothing is changed then.
+            RunError: if the folder exists and may not be continued, and nothing is changed then; or if some process
+                does not see it.
         """
         run = cls(Path(config.run.folder) / config.run.name, config)
-        return run, job.on_main(run._create)
+        checkpoint, token = job.on_main(lambda: (run._create(), run._sign()))
+        blind = [rank for rank, sees in enumerate(job.gather(run._sees(token))) if not sees]
+        if blind:
+            raise RunError(
+                f"{run.folder.absolute()}: processes {blind} do not see what process 0 wrote there; each writes its "
+                "part of a checkpoint, so put --run.folder on a file system that all machines share"
+            )
+        return run, checkpoint
+
+    def _sign(self) -> str:
+        token = uuid.uuid4().hex
+        (self.folder / ".lock").write_text(token)
+        return token
+
+    def _sees(self, token: str) -> bool:
+        deadline = time.monotonic() + SEE_S
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.folder / ".lock").read_text() == token:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
 
     def _create(self) -> Checkpoint | None:
         folder, config = self.folder, self.config

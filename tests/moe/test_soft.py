@@ -30,7 +30,7 @@ def soft(group: str = "flat", **moe: Any) -> SoftMoELayer:
     layer = SoftMoELayer(MoEConfig(router="soft", **{**sizes, **moe}), D, index=1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
-    nn.init.constant_(layer.scale_1, 2.5)
+    nn.init.constant_(layer.slots.scale_1, 2.5)
     return layer
 
 
@@ -64,7 +64,7 @@ def compare(layer: SoftMoELayer, token_GN: list[list[int]], mode: Any, valid_BS:
     x_BSD.requires_grad_()
     y_BSD = layer(x_BSD, RoutingContext(B, S, valid_BS, mode=mode))
     (y_BSD * upstream_BSD).sum().backward()
-    names = ("slot_MD", "scale_1", "experts.w13_E2FD", "experts.w2_EDF")
+    names = ("slots.slot_MD", "slots.scale_1", "experts.w13_E2FD", "experts.w2_EDF")
     copies = {name: layer.get_parameter(name).detach().double().requires_grad_() for name in names}
     valid = [True] * (B * S) if valid_BS is None else valid_BS.flatten().tolist()
     x_TD = x_BSD.detach().double().nan_to_num().flatten(0, 1).requires_grad_()
@@ -131,7 +131,7 @@ def test_training_sees_the_future_and_serving_does_not() -> None:
 def test_one_slot_that_all_tokens_like_alike_is_their_mean() -> None:
     """By hand: scale 0 gives even weights; one expert, one slot: everybody gets the expert of the mean."""
     layer, x_BSD = soft(num_experts=1, experts_per_token=1, slots_per_expert=1), torch.randn(2, S, D)
-    nn.init.zeros_(layer.scale_1)
+    nn.init.zeros_(layer.slots.scale_1)
     y_BSD = layer(x_BSD, RoutingContext(2, S, mode="train"))
     w13_2FD, w2_DF = layer.experts.w13_E2FD[0], layer.experts.w2_EDF[0]
     expected_D = oracle.swiglu(x_BSD.mean((0, 1)), w13_2FD[0], w13_2FD[1], w2_DF)
@@ -178,7 +178,7 @@ def test_groups_that_do_not_divide_the_batch_are_refused() -> None:
 def test_a_model_of_soft_layers_trains_and_generates() -> None:
     """H04: served token by token it is the full causal pass; its scale starts from 1."""
     model, token_BS = make_model(router="soft", group_sequences=2, slots_per_expert=3), torch.randint(37, (2, 7))
-    assert model.blocks["0"].feed_forward.scale_1.item() == 1
+    assert model.blocks["0"].feed_forward.slots.scale_1.item() == 1
     model(token_BS, RoutingContext(2, 7, mode="train")).logsumexp(-1).sum().backward()
     assert all(gradient.isfinite().all() and gradient.ne(0).any() for gradient in gradients(model).values())
     cache = KeyValueCache(model.config, 2, 7, torch.float32, torch.device("cpu"))

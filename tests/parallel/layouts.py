@@ -260,8 +260,11 @@ def smallest_margin(config: Config, seed: int, kind: str = "uneven", starve: boo
             if moe.expert_cap:
                 value_GNE = capped_affinity(value_GNE.transpose(1, 2), capacity, moe.expert_cap).transpose(1, 2)
             falling_GNE = value_GNE.sort(1, descending=True).values
-            margins.append((falling_GNE[:, capacity - 1] - falling_GNE[:, capacity]).nan_to_num(1.0).min().item())
+            if capacity < falling_GNE.shape[1]:  # else everybody is taken
+                margins.append((falling_GNE[:, capacity - 1] - falling_GNE[:, capacity]).nan_to_num(1.0).min().item())
         else:
+            # Who is dropped by score is a second decision, whose margin nobody measures here.
+            assert moe.capacity_factor is None or moe.drop_order == "position"
             margins.append(routers[layer].decision_distance(routing).detach()[valid_T].min().item())
 
     routers: dict[int, Router] = {}

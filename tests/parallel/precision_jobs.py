@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe.modules import RMSNorm
 from moe.routers.base import Router
+from moe.soft import Slots
 from parallel.shards import local_part
 from tests.parallel.engines import build, share
 from tests.parallel.layouts import make_batch, parts_of
@@ -32,6 +33,8 @@ def one_step(config: Config, seed: int) -> dict[str, Any]:
             if isinstance(module, Router):
                 module.register_forward_pre_hook(lambda m, args: note("router weight", m.weight_ED))
                 module.register_forward_hook(lambda m, args, out: note("router logits", out.logits()))
+            if isinstance(module, Slots):
+                module.register_forward_pre_hook(lambda m, args: note("slots", m.slot_MD))
             if isinstance(module, RMSNorm):
                 module.register_forward_hook(lambda m, args, out: note("activations", out))
     optimizer = build_optimizer(engine, config.training)

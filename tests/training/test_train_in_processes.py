@@ -80,18 +80,24 @@ def _close(a: object, b: object) -> bool:
 
 
 @pytest.mark.timeout(200)
-def test_ctrl_c_stops_all_processes_at_the_same_step(command, tmp_path):
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "the scheduler's notice"])
+def test_asked_to_stop_all_processes_save_the_same_step(command, tmp_path, which):
     flags = ("--training.steps", "100000", "--eval.every", "0", "--parallel.pipeline", "2")
+    launch = command(2, "runs", *flags)
+    launch[3:3] = ["--signals-to-handle", "SIGUSR1,SIGINT,SIGTERM"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command(2, "runs", *flags), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        launch, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
     )  # fmt: skip
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    if which == signal.SIGINT:
+        os.killpg(process.pid, which)  # as a terminal does
+    else:
+        process.send_signal(which)
     output, _ = process.communicate(timeout=90)
     assert process.returncode != 0
     assert Run.open(tmp_path / "runs/tiny").checkpoint().step == len(lines(metrics)) > 0, output
