@@ -263,8 +263,11 @@ def smallest_margin(config: Config, seed: int, kind: str = "uneven", starve: boo
             if capacity < falling_GNE.shape[1]:  # else everybody is taken
                 margins.append((falling_GNE[:, capacity - 1] - falling_GNE[:, capacity]).nan_to_num(1.0).min().item())
         else:
-            # Who is dropped by score is a second decision, whose margin nobody measures here.
-            assert moe.capacity_factor is None or moe.drop_order == "position"
+            if moe.capacity_factor is not None and moe.drop_order != "position":
+                # The order of a token's choices decides who is dropped. By score that would be the tokens' order too.
+                assert moe.drop_order == "choice"
+                chosen_TK = scores_TE[valid_T].topk(moe.experts_per_token).values
+                margins.append(-chosen_TK.diff(dim=1).max().item())
             margins.append(routers[layer].decision_distance(routing).detach()[valid_T].min().item())
 
     routers: dict[int, Router] = {}
