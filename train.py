@@ -26,6 +26,7 @@ from data.errors import DataError
 from eval.likelihood import evaluate
 from moe.config import ConfigError
 from moe.flops import training_flops_per_token
+from moe.kernels import choose_backend
 from parallel.engine import Engine
 from training.build import build_engine
 from training.checkpoint import CheckpointError, load_model, load_optimizer, save_checkpoint
@@ -119,6 +120,7 @@ def train(config: Config, job: Job, console: Console) -> int:
 def prepare(config: Config, job: Job) -> Experiment:
     """Open the data, make or find the run's folder, build the model, and load the checkpoint if there is one."""
     device = job.connect(config.training.device)
+    choose_backend(config.moe.backend, device.type)  # refuses one that this device has not
     corpus = Corpus.open(config.data.corpus)
     corpus.require_model_vocabulary(config.model.vocabulary_size)
     training = config.training
@@ -205,7 +207,9 @@ def describe(e: Experiment, console: Console) -> None:
         f"{config.training.steps} steps of {config.tokens_per_step:,} tokens"
     )
     if moe.is_moe:
-        console.print(f"router: {moe.router}, {moe.num_experts} experts, {moe.assignments_per_token} a token")
+        backend = choose_backend(moe.backend, e.device.type)
+        experts = f"{moe.num_experts} experts, {moe.assignments_per_token} a token, computed by {backend}"
+        console.print(f"router: {moe.router}, {experts}")
         console.print(f"balance by {moe.balance_description}")
     if config.training_router_leaks and config.threshold_step:
         switches = config.threshold_step < config.training.steps

@@ -18,9 +18,18 @@ from moe.routing import Routing
 
 def grouped_mlp_torch(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
     """See `moe.kernels.grouped_mlp`."""
-    return _GroupedMLP.apply(
-        x_TD, w13_E2FD, w2_EDF, routing.weight_A, routing.token_A, routing.offsets_E, routing.capacity
-    )
+    offsets_E, weight_A, token_A, capacity = routing.offsets_E, routing.weight_A, routing.token_A, routing.capacity
+    rows = x_TD.shape[0]
+    if token_A is not None or capacity is not None:
+        used = rows if token_A is not None else offsets_E.shape[0] * (capacity or 0)
+    else:
+        used = int(offsets_E[-1])
+    if used == rows:
+        return _GroupedMLP.apply(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, capacity)
+    # Behind the last expert's rows grouped_mm neither reads nor writes, and in memory used before there may be NaN.
+    weight_A = None if weight_A is None else weight_A[:used]
+    out_AD = _GroupedMLP.apply(x_TD[:used], w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, capacity)
+    return F.pad(out_AD, (0, 0, 0, rows - used))
 
 
 class Groups:
