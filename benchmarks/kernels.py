@@ -2,6 +2,8 @@
 
 Every contender does one forward and backward pass in turn, many rounds; a ratio is the median over rounds of two passes
 of the same round. "Products" are the six matrix products of a dense SwiGLU layer and nothing else.
+
+`--model` prints instead the least time of each Triton kernel on an H200, see `moe/kernels/roofline.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ from torch import Tensor
 
 from eval.command import run_command
 from moe.kernels import grouped_mlp
+from moe.kernels.roofline import Bound, bounds, passes
+from moe.kernels.roofline import Shape as LayerShape
+from moe.kernels.tile import tiles_for
 from moe.routing import Routing
 from training.device import keep_freed_memory
 
 SHAPES = ("8x512x1024x4096", "64x512x256x4096")
 WARM_UP = 3
+# Layers of published models: tokens, width, expert width, experts, experts a token.
+MODELS = {"Qwen3-30B-A3B": (32768, 2048, 768, 128, 8), "Mixtral 8x7B": (32768, 4096, 14336, 8, 2)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25, help="counted rounds")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
     parser.add_argument("--json", help="also write the results to this file")
+    parser.add_argument("--model", action="store_true", help="print the roofline model of the GPU kernels and stop")
     options = parser.parse_args()
+    if options.model:
+        print_model(Console() if sys.stdout.isatty() else Console(width=120))
+        return
     shapes = [Shape.parse(text) for text in options.shapes]
     keep_freed_memory()
     if options.threads:
@@ -108,6 +119,29 @@ def main() -> None:
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)
+
+
+def print_model(console: Console) -> None:
+    """The bounds of each kernel on an H200, at the shapes of published models."""
+    for name, (tokens, width, expert_width, experts, per_token) in MODELS.items():
+        shape = LayerShape.balanced(tokens, width, expert_width, experts, per_token)
+        found = bounds(shape, tiles_for("sm_90", shape.rows_E[0]))
+        table = Table(
+            title=f"{name}: {tokens:,} tokens, D {width}, F {expert_width}, {experts} experts, {per_token} a token; "
+            "bf16, least time on an H200",
+            title_justify="left",
+        )
+        for column in ("kernel", "TFLOP", "GB moved", "ms", "limited by", "TFLOP/s"):
+            table.add_column(column, justify="left" if column in ("kernel", "limited by") else "right")
+        for bound in (*found, *passes(found)):
+            table.add_row(*_bound_row(bound))
+        console.print(table)
+
+
+def _bound_row(bound: Bound) -> tuple[str, ...]:
+    rate = f"{bound.flops / bound.seconds / 1e12:.0f}" if bound.flops else ""
+    sizes = (f"{bound.flops / 1e12:.2f}", f"{bound.bytes / 1e9:.2f}", f"{1e3 * bound.seconds:.2f}")
+    return bound.kernel, *sizes, bound.limit, rate
 
 
 def measure(shape: Shape, precision: str, groups: str, repeats: int) -> dict[str, Any]:

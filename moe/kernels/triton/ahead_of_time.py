@@ -20,8 +20,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe.kernels.tile import Tile, tiles_for, uses_tma
 from moe.kernels.triton import backward, forward, plan
-from moe.kernels.triton.tiles import Tile, tiles_for, uses_tma
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 # Bytes of shared memory that one block can have, and registers and threads of a multiprocessor (CUDA programming

@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from moe.kernels.permute import Combine
+from moe.kernels.tile import Tile, target_of, tiles_for, uses_tma
 from moe.kernels.triton import backward, forward
 from moe.kernels.triton.plan import Plan, blocks_of, programs, suits_tma
-from moe.kernels.triton.tiles import Tile, target_of, tiles_for, uses_tma
 from moe.routing import Routing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

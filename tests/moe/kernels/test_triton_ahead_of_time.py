@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import triton
 
+from moe.kernels.tile import tiles_for
 from moe.kernels.triton.ahead_of_time import EVERY_KERNEL, Resources, compile_kernel, measure, problems
-from moe.kernels.triton.tiles import tiles_for
 from tests.moe.kernels.budgets import TARGETS, budgets
 
 

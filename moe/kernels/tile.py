@@ -1,7 +1,8 @@
-"""Tile shapes: a small table instead of tuning at run time, so that a new token count never makes anything compile.
+"""Tile shapes of the Triton kernels: a table, instead of tuning at run time.
 
-`tiles.json` holds, for each target and kernel, shapes by rows per expert: the first entry whose `rows` is at least an
-expert's average applies. `python -m benchmarks.tune` measures candidates on a GPU and rewrites it.
+So a new token count never makes anything compile. `tiles.json` holds, for each target and kernel, shapes by rows per
+expert: the first entry whose `rows` is at least an expert's average applies. `python -m benchmarks.tune` measures
+candidates on a GPU and rewrites it.
 """
 
 from __future__ import annotations
