@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from moe.config import ConfigError
+from moe.kernels.reference import grouped_mlp_reference
+from moe.kernels.torch_backend import grouped_mlp_torch
 from moe.routing import Routing
 
 GroupedMLP = Callable[[Tensor, Tensor, Tensor, Routing], Tensor]
-# Module and function of each backend; a module is imported when its backend is first used.
-BACKENDS = {
-    "reference": ("moe.kernels.reference", "grouped_mlp_reference"),
-    "torch": ("moe.kernels.torch_backend", "grouped_mlp_torch"),
-    "triton": ("moe.kernels.triton.backend", "grouped_mlp_triton"),
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _triton(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
+    from moe.kernels.triton.backend import grouped_mlp_triton  # not imported where it is not used
+
+    return grouped_mlp_triton(x_TD, w13_E2FD, w2_EDF, routing)
+
+
+BACKENDS: dict[str, GroupedMLP] = {
+    "reference": grouped_mlp_reference,
+    "torch": grouped_mlp_torch,
+    "triton": _triton,
 }
 
 
@@ -42,22 +49,19 @@ def grouped_mlp(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing
         ConfigError: for a backend that this device does not have; names one that works.
         ValueError: for inputs that the backend cannot take; likewise.
     """
-    return _load(choose_backend(backend, x_TD.device.type))(x_TD, w13_E2FD, w2_EDF, routing)
+    return BACKENDS[choose_backend(backend, x_TD.device.type)](x_TD, w13_E2FD, w2_EDF, routing)
 
 
-@functools.cache
 def choose_backend(backend: str, device_type: str) -> str:
     """The backend that computes on a kind of device: as named, or for "auto" triton on GPUs and torch elsewhere.
 
     Raises:
         ConfigError: if it cannot work there; names one that can.
     """
-    has_triton = importlib.util.find_spec("triton") is not None
     if backend == "auto":
-        recent = device_type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 0))
-        return "triton" if recent and has_triton else "torch"
+        return "triton" if device_type == "cuda" and HAS_TRITON else "torch"
     if backend == "triton":
-        if not has_triton:
+        if not HAS_TRITON:
             raise ConfigError('moe.backend = "triton": no package named triton here; install it, or use "torch"')
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(
@@ -65,13 +69,6 @@ def choose_backend(backend: str, device_type: str) -> str:
                 "in the environment, to follow the kernels slowly in Triton's interpreter)"
             )
     return backend
-
-
-@functools.cache
-def _load(backend: str) -> GroupedMLP:
-    module, function = BACKENDS[backend]
-    loaded: GroupedMLP = getattr(importlib.import_module(module), function)
-    return loaded
 
 
 __all__ = ["BACKENDS", "choose_backend", "grouped_mlp"]

@@ -1,0 +1,287 @@
+"""Everything that needs a GPU, in one run of some minutes: `python -m benchmarks.gpu --out DIR`.
+
+Each kernel's results in bf16 against fp32, the same bits over 20 runs, speed and memory beside dense products of equal
+arithmetic and other ways to group, and a short training run against the CPU's. Writes `gpu.json` and prints a table.
+`--rehearse` goes through all of it on the CPU in Triton's interpreter, at toy sizes: that proves the script, no number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from eval.command import run_command
+from moe.kernels import grouped_mlp
+from moe.routing import Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Shape of one layer's call; `capacity` says that expert choice made it, with equal groups."""
+
+    name: str
+    tokens: int
+    width: int
+    expert_width: int
+    experts: int
+    per_token: int
+    equal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Assignments A."""
+        return self.tokens * self.per_token
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass; the backward pass has twice as many."""
+        return 6.0 * self.rows * self.width * self.expert_width
+
+
+QWEN = Layer("Qwen3-30B-A3B, token choice", 32768, 2048, 768, 128, 8)
+SPEED = (
+    QWEN,
+    dataclasses.replace(QWEN, name="Qwen3-30B-A3B, expert choice", equal=True),
+    Layer("Mixtral 8x7B, token choice", 32768, 4096, 14336, 8, 2),
+)
+CORRECTNESS = (
+    Layer("ragged", 1000, 512, 384, 16, 2),
+    Layer("equal", 1024, 512, 384, 16, 2, equal=True),
+    Layer("few rows", 40, 512, 384, 16, 2),
+)
+TOY = Layer("toy", 48, 32, 24, 4, 2)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--out", required=True, help="folder for gpu.json")
+    parser.add_argument("--repeats", type=int, default=10, help="counted rounds of each contender")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU, in the interpreter")
+    parser.add_argument("--corpus", help="also train for a few steps on this corpus, on the GPU and on the CPU")
+    options = parser.parse_args()
+    if options.rehearse:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError("--rehearse runs kernels in the interpreter: set TRITON_INTERPRET=1 in the environment")
+    elif not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; --rehearse goes through the script without one")
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    dtype = torch.float32 if options.rehearse else torch.bfloat16  # bf16 products are wrong in the interpreter
+    toys = (TOY, dataclasses.replace(TOY, name="toy, equal", equal=True))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"versions": versions(device), "rehearsal": options.rehearse}
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+
+    def keep(name: str, value: Any) -> None:
+        """Written after every part: what a time limit cuts off is the rest only."""
+        result[name] = value
+        (out / "gpu.json").write_text(json.dumps(result, indent=1))
+
+    keep("correctness", [correctness(layer, device, dtype) for layer in (toys if options.rehearse else CORRECTNESS)])
+    for entry in result["correctness"]:
+        console.print(f"{entry['layer']}: relative errors {entry['errors']}, same bits {entry['same_bits']}")
+    repeats = 1 if options.rehearse else options.repeats
+    for layer in toys if options.rehearse else SPEED:
+        keep(f"speed, {layer.name}", speed(layer, device, dtype, repeats))
+        print_speed(console, layer, result[f"speed, {layer.name}"])
+    if options.corpus:
+        keep("training", training(options.corpus, "cpu" if options.rehearse else "cuda"))
+        console.print(f"training: {result['training']}")
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What the numbers depend on."""
+    import triton
+
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted"
+    return {"torch": torch.__version__, "triton": triton.__version__, "device": name}
+
+
+def inputs(layer: Layer, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Routing, Tensor]:
+    """([x, w13, w2, weights], routing, gradient of the output); popular and unpopular experts, one without tokens."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    d, f, e = layer.width, layer.expert_width, layer.experts
+    values = [normal(layer.tokens, d), normal(e, 2, f, d) * d**-0.5, normal(e, d, f) * f**-0.5]
+    if layer.equal:
+        capacity = layer.rows // e
+        token_A = normal(e, layer.tokens).topk(capacity).indices.sort(1).values.flatten()
+        counts_E = torch.full((e,), capacity, device=device)
+    else:
+        scores_TE = normal(layer.tokens, e) + normal(e)
+        scores_TE[:, 1] = -torch.inf
+        expert_A = scores_TE.topk(layer.per_token).indices.flatten()
+        order_A = expert_A.argsort(stable=True)
+        token_A, counts_E = order_A // layer.per_token, expert_A.bincount(minlength=e)
+    weight_A = torch.rand(layer.rows, generator=generator, device=device).requires_grad_()
+    leaves = [value.to(dtype).requires_grad_() for value in values]
+    offsets_E = counts_E.cumsum(0).to(torch.int32)
+    routing = Routing(token_A, offsets_E, weight_A, layer.tokens, layer.rows // e if layer.equal else None)
+    return [*leaves, weight_A], routing, normal(layer.tokens, d).to(dtype)
+
+
+def correctness(layer: Layer, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Relative errors of output and gradients against the reference in fp32, and whether 20 runs have the same bits."""
+    leaves, routing, grad_TD = inputs(layer, device, dtype)
+
+    def once() -> list[Tensor]:
+        for _ in range(3):  # what the allocator hands out next holds NaN
+            torch.full((layer.rows, 2 * layer.width), torch.nan, dtype=dtype, device=device)
+        out = grouped_mlp(leaves[0], leaves[1], leaves[2], routing, "triton")
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_TD)]
+
+    first = once()
+    same = all(all(map(torch.equal, first, once())) for _ in range(1 if device.type == "cpu" else 19))
+    exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    in_fp32 = dataclasses.replace(routing, weight_A=exact[3])
+    out = grouped_mlp(exact[0], exact[1], exact[2], in_fp32, "reference")
+    wanted = [out.detach(), *torch.autograd.grad(out, exact, grad_TD.float())]
+    names = ("out", "dx", "dw13", "dw2", "dweight")
+    errors = {n: ((a.float() - b).norm() / b.norm()).item() for n, a, b in zip(names, first, wanted, strict=True)}
+    if not (same and all(error < 1e-2 for error in errors.values())):  # a NaN is not below anything
+        raise AssertionError(f"{layer.name}: relative errors {errors}, same bits {same}")
+    return {"layer": layer.name, "errors": errors, "same_bits": same}
+
+
+def contenders(layer: Layer, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable[[], Tensor], Any]]:
+    """Forward passes by name, with the leaves to differentiate; all have the same arithmetic."""
+    leaves, routing, _ = inputs(layer, device, dtype)
+    x, w13, w2, weight_A = leaves
+    assert routing.token_A is not None
+    token_A, rows = routing.token_A, layer.rows
+    dense = [t.detach()[0].clone().requires_grad_() for t in (w13, w2)]
+    rows_AD = x.detach()[token_A].requires_grad_()
+
+    def swiglu(hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def products() -> Tensor:
+        return swiglu(rows_AD @ dense[0].flatten(0, 1).T) @ dense[1].T
+
+    def grouped_mm() -> Tensor:
+        up = F.grouped_mm(x[token_A], w13.flatten(1, 2).transpose(1, 2), offs=routing.offsets_E)
+        down = F.grouped_mm(swiglu(up), w2.transpose(1, 2), offs=routing.offsets_E)
+        return torch.zeros_like(x).index_add(0, token_A, down * weight_A.to(dtype)[:, None])
+
+    def bmm() -> Tensor:
+        gathered = x[token_A].view(layer.experts, rows // layer.experts, -1)
+        down = swiglu(gathered @ w13.flatten(1, 2).transpose(1, 2)) @ w2.transpose(1, 2)
+        return torch.zeros_like(x).index_add(0, token_A, down.flatten(0, 1) * weight_A.to(dtype)[:, None])
+
+    found: dict[str, tuple[Callable[[], Tensor], Any]] = {
+        "choir, triton": (lambda: grouped_mlp(x, w13, w2, routing, "triton"), leaves),
+        "dense torch.matmul": (products, [rows_AD, *dense]),
+    }
+    if device.type == "cuda":
+        found["gather, F.grouped_mm, index_add"] = (grouped_mm, leaves)
+    if layer.equal:
+        found["gather, bmm, index_add"] = (bmm, leaves)
+    return found
+
+
+def speed(layer: Layer, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, dict[str, Any]]:
+    """Milliseconds of forward and backward by contender, in turn, and the memory kept between them."""
+    table = contenders(layer, device, dtype)
+    result: dict[str, dict[str, Any]] = {name: {"forward_ms": [], "backward_ms": []} for name in table}
+    for number in range(repeats + 2):
+        for name, (forward, leaves) in table.items():
+            before = _allocated(device)
+            out, took_forward = _timed(forward, device)
+            kept = _allocated(device) - before
+            grad = torch.ones_like(out)
+            _, took_backward = _timed(lambda o=out, g=grad, x=leaves: torch.autograd.grad(o, x, g), device)  # type: ignore[misc]
+            del out, grad
+            if number >= 2:
+                result[name]["forward_ms"].append(took_forward)
+                result[name]["backward_ms"].append(took_backward)
+                result[name]["kept_bytes"] = kept
+    return result
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    value = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return value, 1e3 * (time.perf_counter() - started)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def print_speed(console: Console, layer: Layer, found: dict[str, dict[str, Any]]) -> None:
+    """TFLOP/s, and ratios to the dense products of the same round."""
+    table = Table(title=f"{layer.name}: median (range)", title_justify="left")
+    for column in ("", "forward TFLOP/s", "of dense", "backward TFLOP/s", "of dense", "kept GiB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, times in found.items():
+        row = [name]
+        for part, factor in (("forward_ms", 1), ("backward_ms", 2)):
+            rates = [factor * layer.flops / (1e-3 * ms) / 1e12 for ms in times[part]]
+            dense = found["dense torch.matmul"][part]
+            ratio = statistics.median(d / ms for d, ms in zip(dense, times[part], strict=True))
+            row += [f"{statistics.median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f})", f"{ratio:.2f}"]
+        table.add_row(*row, f"{times['kept_bytes'] / 2**30:.2f}")
+    console.print(table)
+
+
+def training(corpus: str, device: str) -> dict[str, Any]:
+    """Losses of a short run of the quickstart on the device and on the CPU, eager and with blocks compiled."""
+    from training.build import build_engine
+    from training.load_config import load_config
+
+    flags = ["--training.steps", "4", "--training.warmup-steps", "1", "--training.precision", "bf16"]
+    config = load_config(["configs/quickstart.toml", *flags, "--data.corpus", corpus], "benchmarks.gpu")
+    losses: dict[str, Any] = {}
+    for name, where, compiled in (
+        ("cpu", "cpu", False),
+        (device, device, False),
+        (f"{device}, compiled", device, True),
+    ):
+        engine = build_engine(config, 1, torch.device(where))
+        for block in engine.models[0].blocks.values() if compiled else ():
+            block.compile()
+        losses[name] = _steps(engine, config, torch.device(where))
+    worst = max(abs(a - b) / a for a, b in zip(losses["cpu"], losses[device], strict=True))
+    return {"losses": losses, "largest_relative_difference": worst}
+
+
+def _steps(engine: Any, config: Any, device: torch.device) -> list[float]:
+    from data.batches import Batches
+    from data.corpus import Corpus
+    from training.optimizer import build_optimizer
+    from training.step import train_step
+
+    opened = Corpus.open(config.data.corpus)
+    training = config.training
+    batches = Batches(opened, training.sequence_length, training.batch_sequences, config.run.seed, 0.5)
+    optimizer = build_optimizer(engine, training)
+    end = opened.tokenizer.end_of_text
+    steps = range(training.steps)
+    return [train_step(engine, optimizer, batches.batch(step), config, step, end).loss for step in steps]
+
+
+if __name__ == "__main__":
+    run_command(main)
