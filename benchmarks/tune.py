@@ -1,4 +1,4 @@
-"""Measure tile shapes of the Triton kernels on this GPU and write the best ones: `python -m benchmarks.tune --out FILE`.
+"""Measure tile shapes of the Triton kernels on this GPU, and write the best: `python -m benchmarks.tune --out FILE`.
 
 Every candidate is compiled first; one that spills or has no room is not run. The others take turns on one layer's
 call. The file has the form of `moe/kernels/tiles.json`, with this GPU's entries replaced: look at it, then copy it.
@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -76,9 +77,8 @@ def measure(kernel: str, tile: Tile, layer: Layer, target: str, repeats: int) ->
             return float("inf")
     leaves, routing, grad_TD = inputs(layer, torch.device("cuda"), torch.bfloat16)
     others = tiles_for(target, layer.rows // layer.experts)
-    before, backend.tiles_for = backend.tiles_for, lambda *_: others | {kernel: tile}
-    try:
-        taken = []
+    taken = []
+    with mock.patch.object(backend, "tiles_for", lambda *_: others | {kernel: tile}):
         for number in range(repeats + 2):
             torch.cuda.synchronize()
             started = time.perf_counter()
@@ -87,8 +87,6 @@ def measure(kernel: str, tile: Tile, layer: Layer, target: str, repeats: int) ->
             torch.cuda.synchronize()
             if number >= 2:
                 taken.append(1e3 * (time.perf_counter() - started))
-    finally:
-        backend.tiles_for = before
     return statistics.median(taken)
 
 
