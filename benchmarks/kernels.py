@@ -27,7 +27,7 @@ from eval.command import run_command
 from moe.kernels import grouped_mlp
 from moe.kernels.roofline import Bound, bounds, passes
 from moe.kernels.roofline import Shape as LayerShape
-from moe.kernels.tile import tiles_for
+from moe.kernels.triton.tiles import find_tiles
 from moe.routing import Routing
 from training.device import keep_freed_memory
 
@@ -125,7 +125,8 @@ def print_model(console: Console) -> None:
     """The bounds of each kernel on an H200, at the shapes of published models."""
     for name, (tokens, width, expert_width, experts, per_token) in MODELS.items():
         shape = LayerShape.balanced(tokens, width, expert_width, experts, per_token)
-        found = bounds(shape, tiles_for("sm_90", shape.rows_E[0]))
+        tiles = find_tiles("sm_90", torch.bfloat16, width, expert_width, shape.rows_E[0])
+        found = bounds(shape, tiles.by_kernel)
         table = Table(
             title=f"{name}: {tokens:,} tokens, D {width}, F {expert_width}, {experts} experts, {per_token} a token; "
             "bf16, least time on an H200",

@@ -1,7 +1,8 @@
 """Measure tile shapes of the Triton kernels on this GPU, and write the best: `python -m benchmarks.tune --out FILE`.
 
 Every candidate is compiled first; one that spills or has no room is not run. The others take turns on one layer's
-call. The file has the form of `moe/kernels/tiles.json`, with this GPU's entries replaced: look at it, then copy it.
+call. The file has the form of `moe/kernels/triton/tiles.json`, with rules for this GPU before
+its others: look at it, then copy it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
@@ -23,13 +22,13 @@ from rich.table import Table
 
 from benchmarks.gpu import Layer, inputs
 from eval.command import run_command
-from moe.kernels.tile import KERNELS, TABLE, Tile, target_of, tiles_for
+from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, TABLE, Tile, Tiles, find_tiles
 
-LAYERS = (
-    Layer("few rows", 256, 2048, 768, 64, 8),  # 32 rows an expert
-    Layer("many rows", 16384, 2048, 768, 64, 8),
-)
-SPLIT = ("down_fwd", "down_dgrad", "up_dgrad")  # kernels whose epilogue can go in two parts
+# Few and many rows an expert, and what a rule of the table says of them.
+LAYERS = {
+    Layer("few rows", 256, 2048, 768, 64, 8): {"up_to_tokens": 64},
+    Layer("many rows", 16384, 2048, 768, 64, 8): {},
+}
 
 
 def main() -> None:
@@ -41,52 +40,65 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise ValueError("tiles are measured on a GPU, and there is none here")
+    from moe.kernels.triton.launch import target_of
+
     target = target_of(torch.device("cuda"))
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    entries: dict[str, list[dict[str, Any]]] = table.setdefault(target, {})
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    shown = Table("kernel", "rows an expert", "tile", "ms", "before, ms", title=f"best on {target}")
-    for kernel in options.kernels:
-        found = []
-        for layer in LAYERS:
-            rows = layer.rows // layer.experts
-            before = tiles_for(target, rows)[kernel]
-            times = {tile: measure(kernel, tile, layer, target, options.repeats) for tile in candidates(kernel, before)}
-            best = min(times, key=lambda tile: times[tile])
-            found.append({"rows": 64 if rows <= 64 else 1 << 20, **dataclasses.asdict(best)})
-            shown.add_row(kernel, str(rows), str(best), f"{times[best]:.3f}", f"{times[before]:.3f}")
-        entries[kernel] = found
+    shown = Table("kernel", "rows an expert", "tile", "ms", "before, ms", title=f"best on {target.name}")
+    rules = []
+    for layer, condition in LAYERS.items():
+        rows = layer.rows / layer.experts
+        best = dict(find_tiles(target, torch.bfloat16, layer.width, layer.expert_width, rows).by_kernel)
+        for kernel in options.kernels:
+            times = {tile: measure(best | {kernel: tile}, layer, options.repeats) for tile in candidates(kernel, best)}
+            before, best[kernel] = best[kernel], min(times, key=lambda tile: times[tile])
+            row = (str(dataclasses.astuple(best[kernel])), f"{times[best[kernel]]:.3f}", f"{times[before]:.3f}")
+            shown.add_row(kernel, f"{rows:.0f}", *row)
+        tiles = {kernel: list(dataclasses.astuple(tile)) for kernel, tile in best.items()}
+        rules.append({"bytes": 2, **condition, "tiles": tiles})
+        table = json.loads(TABLE.read_text(encoding="utf-8"))
+        table[target.name] = rules + table[target.name]
         Path(options.out).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     console.print(shown)
 
 
-def candidates(kernel: str, before: Tile) -> list[Tile]:
-    """The present tile first, then all shapes worth a try."""
-    shapes = itertools.product((64, 128), (64, 128, 256), (64,), (4, 8), (3, 4), (1, 2) if kernel in SPLIT else (1,))
-    return list(dict.fromkeys([before, *(Tile(*shape) for shape in shapes)]))
+def candidates(kernel: str, present: dict[str, Tile]) -> list[Tile]:
+    """The present tile first, then all shapes worth a try. The row kernels share their rows, so those stay."""
+    rows = (present[kernel].block_m,) if kernel in ROW_KERNELS else (64, 128)
+    shapes = itertools.product(rows, (64, 128, 256), (32, 64), (4, 8), (3, 4), (1, 2))
+    return list(dict.fromkeys([present[kernel], *(Tile(*shape) for shape in shapes)]))
 
 
-def measure(kernel: str, tile: Tile, layer: Layer, target: str, repeats: int) -> float:
-    """Median milliseconds of a whole call with this tile; infinite for one that is not to be run."""
-    from moe.kernels.triton import backend
-    from moe.kernels.triton.ahead_of_time import SHARED_LIMIT, compile_kernel, problems
+def measure(tiles: dict[str, Tile], layer: Layer, repeats: int) -> float:
+    """Median milliseconds of a whole call with these tiles; infinite where one is not to be run."""
+    from moe.kernels.triton import ahead_of_time
+    from moe.kernels.triton.backend import grouped_mlp_on
+    from moe.kernels.triton.launch import target_of
 
-    if target in SHARED_LIMIT:
-        resources = compile_kernel(kernel, target, layer.width, layer.expert_width, **dataclasses.asdict(tile))
-        if problems(resources, target, kernel):
+    device = torch.device("cuda")
+    target, chosen = target_of(device), Tiles.of(tiles)
+    launches = ahead_of_time.launches(
+        target.name,
+        chosen,
+        layer.width,
+        layer.expert_width,
+        tokens=layer.tokens,
+        experts=layer.experts,
+        per_token=layer.per_token,
+    )
+    for name, launch in launches.items():
+        if ahead_of_time.faults(name, ahead_of_time.measure(launch, target.name), target.name):
             return float("inf")
-    leaves, routing, grad_TD = inputs(layer, torch.device("cuda"), torch.bfloat16)
-    others = tiles_for(target, layer.rows // layer.experts)
+    leaves, routing, grad_TD = inputs(layer, device, torch.bfloat16)
     taken = []
-    with mock.patch.object(backend, "tiles_for", lambda *_: others | {kernel: tile}):
-        for number in range(repeats + 2):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            out = backend.grouped_mlp_triton(leaves[0], leaves[1], leaves[2], routing)
-            torch.autograd.grad(out, leaves, grad_TD)
-            torch.cuda.synchronize()
-            if number >= 2:
-                taken.append(1e3 * (time.perf_counter() - started))
+    for number in range(repeats + 2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        out = grouped_mlp_on(leaves[0], leaves[1], leaves[2], routing, chosen, target)
+        torch.autograd.grad(out, leaves, grad_TD)
+        torch.cuda.synchronize()
+        if number >= 2:
+            taken.append(1e3 * (time.perf_counter() - started))
     return statistics.median(taken)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe.kernels.tile import Tile
+from moe.kernels.triton.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,20 @@ def bounds(shape: Shape, tiles: dict[str, Tile], gpu: GPU = H200) -> list[Bound]
     found = {}
     for kernel, (columns, inner, values) in rows.items():
         tile = tiles[kernel]
-        width = tile.BN * (2 if kernel == "up_fwd" else 1)  # one tile of up_fwd is gate and up
-        pieces = sum(math.ceil(n / tile.BM) for n in shape.rows_E) * math.ceil(columns / width)
-        waves, depth = math.ceil(pieces / gpu.processors), _whole(inner, tile.BK)
-        arithmetic = waves * 2 * tile.BM * width * depth / (gpu.flops / gpu.processors)
-        loads = waves * (tile.BM + width) * depth * b / gpu.port
+        width = tile.block_n * (2 if kernel == "up_fwd" else 1)  # one tile of up_fwd is gate and up
+        pieces = sum(math.ceil(n / tile.block_m) for n in shape.rows_E) * math.ceil(columns / width)
+        waves, depth = math.ceil(pieces / gpu.processors), _whole(inner, tile.block_k)
+        arithmetic = waves * 2 * tile.block_m * width * depth / (gpu.flops / gpu.processors)
+        loads = waves * (tile.block_m + width) * depth * b / gpu.port
         found[kernel] = _bound(kernel, 2 * m * columns * inner, values * b, arithmetic, loads, gpu)
     for kernel, (x, y, values) in weights.items():
         tile = tiles[kernel]
-        each = math.ceil(x / tile.BM) * math.ceil(y / tile.BN)
-        depth_E = [_whole(n, tile.BK) for n in shape.rows_E]
+        each = math.ceil(x / tile.block_m) * math.ceil(y / tile.block_n)
+        depth_E = [_whole(n, tile.block_k) for n in shape.rows_E]
         # Experts differ in work here: at best it is spread evenly, but no tile is cut.
         deepest = max(each * sum(depth_E) / gpu.processors, max(depth_E, default=0))
-        arithmetic = deepest * 2 * tile.BM * tile.BN / (gpu.flops / gpu.processors)
-        loads = deepest * (tile.BM + tile.BN) * b / gpu.port
+        arithmetic = deepest * 2 * tile.block_m * tile.block_n / (gpu.flops / gpu.processors)
+        loads = deepest * (tile.block_m + tile.block_n) * b / gpu.port
         found[kernel] = _bound(kernel, 2 * m * x * y, values * b, arithmetic, loads, gpu)
     sums = _bound("combine", 0, (m * d + t * d) * b, 0.0, 0.0, gpu)
     order = [found["up_fwd"], found["down_fwd"], sums]

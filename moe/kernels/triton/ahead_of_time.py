@@ -1,200 +1,267 @@
-"""Compile the kernels for a GPU that is not there, and read what the machine code needs.
+"""What a GPU would run, read without one: every kernel of a training step compiled, and its machine code measured.
 
-Triton brings the assembler and disassembler along; no driver is asked. This proves code generation: registers, spills,
-shared memory, and which units the code uses. It proves neither speed nor the absence of races.
+    python -m moe.kernels.triton.ahead_of_time            # print the table of all targets
+    python -m moe.kernels.triton.ahead_of_time --write    # and keep it as what the tests hold kernels to
+
+The launches are those of the backend itself, noted down while it works on tensors without data, so that what is checked
+is what runs. Registers and instructions come from Triton's own `cuobjdump` and `nvdisasm`, spills and warnings from its
+`ptxas`, run once more on the same PTX. None of this shows speed, or races.
 """
 
 from __future__ import annotations
 
-import collections
-import os
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
-import triton.backends.nvidia
+from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe.kernels.tile import Tile, tiles_for, uses_tma
-from moe.kernels.triton import backward, forward, plan
+from moe.kernels.triton.backend import grouped_mlp_on
+from moe.kernels.triton.launch import TARGETS, Launch, interpreted, only_noted
+from moe.kernels.triton.tiles import Tiles, find_tiles
+from moe.routing import Routing
 
-TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
-# Bytes of shared memory that one block can have, and registers and threads of a multiprocessor (CUDA programming
-# guide, compute capabilities; AMD: CDNA 3 instruction set).
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-SHARED_TOTAL = {"sm_80": 164 * 1024, "sm_90": 228 * 1024, "sm_100": 228 * 1024}
-SHARED_RESERVED = 1024  # bytes that the system takes of each block's
-REGISTERS, THREADS, MOST_BLOCKS = 65536, 2048, 32
-# The instruction of the tensor cores, where a kernel has a product.
-PRODUCT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
-WIDTH, EXPERT_WIDTH = 2048, 768  # Qwen3-30B-A3B
+GOLDEN = Path(__file__).with_name("golden.json")
+GPU_TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Bytes that one block may have (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: 64 KiB of LDS).
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+REGISTERS = 65_536  # 32-bit ones of a multiprocessor
+THREADS = {"sm_80": 2048, "sm_90": 2048, "sm_100": 2048}
+
+# The shape that the table is about: Qwen3-30B-A3B (D 2048, F 768, E 128, K 8), 32,768 tokens.
+D, F, E, T, K = 2048, 768, 128, 32_768, 8
+LOADS: dict[str, dict[str, Any]] = {
+    "token choice": {"uniform": False},
+    "expert choice": {"uniform": True},
+    "few tokens": {"uniform": False, "tokens": 1024},
+}
+COMPARED = ("registers", "shared", "blocks")
+
+# Instructions that must be there: the target's matrix product, and asynchronous copies.
+PRODUCTS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
+_INSTRUCTION = re.compile(r"\s/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel needs.
+    """What a compiled kernel takes.
 
     Attributes:
-        registers: of a thread.
-        spill_bytes: of registers that had no room, stored and loaded, and of stack.
-        shared_bytes: of shared memory, for one block.
-        warps: of a block.
-        instructions: how often each occurs in the machine code.
-        warnings: of the assembler.
+        registers: of each thread (vector registers on AMD).
+        shared: bytes of a block's shared memory.
+        spilled: bytes written to and read from local memory in place of registers, and other local memory.
+        blocks: how many fit on one multiprocessor by registers, shared memory and threads; 0: it does not launch.
+        instructions: of interest, by name.
+        warnings: the assembler's.
     """
 
     registers: int
-    spill_bytes: int
-    shared_bytes: int
-    warps: int
+    shared: int
+    spilled: int
+    blocks: int
     instructions: dict[str, int]
-    warnings: tuple[str, ...] = ()
-
-    def blocks(self, target: str) -> int:
-        """Occupancy: blocks that a multiprocessor holds at once."""
-        per_warp = -(-self.registers * 32 // 256) * 256  # registers are dealt in units of 256
-        by_registers = REGISTERS // (per_warp * self.warps)
-        by_shared = SHARED_TOTAL[target] // (self.shared_bytes + SHARED_RESERVED)
-        return min(by_registers, by_shared, THREADS // (32 * self.warps), MOST_BLOCKS)
+    warnings: tuple[str, ...]
 
 
-def problems(resources: Resources, target: str, kernel: str) -> list[str]:
-    """What is wrong with a kernel's code; empty if nothing."""
-    found = []
-    if resources.spill_bytes:
-        found.append(f"spills {resources.spill_bytes} bytes")
-    if resources.shared_bytes > SHARED_LIMIT[target]:
-        found.append(f"{resources.shared_bytes} bytes of shared memory, at most {SHARED_LIMIT[target]}")
-    needed = [PRODUCT[target]] if kernel in PRODUCTS else []
-    needed += ["UTMALDG"] if kernel in WITH_DESCRIPTORS and uses_tma(target) else []
-    found += [f"no {name}" for name in needed if not resources.instructions.get(name)]
-    return found + list(resources.warnings)
-
-
-PRODUCTS = ("up_fwd", "down_fwd", "down_dgrad", "up_dgrad", "dw2", "dw13")
-WITH_DESCRIPTORS = ("up_fwd", "down_fwd", "down_dgrad", "up_dgrad")
-EVERY_KERNEL = (*PRODUCTS, "combine", "plan_tiles")
-
-
-def compile_kernel(
-    kernel: str, target: str, width: int = WIDTH, expert_width: int = EXPERT_WIDTH, rows: int = 4096, **changes: int
-) -> Resources:
-    """Compile a kernel in bf16 with the tile that the table has for the target.
+def launches(
+    target: str,
+    tiles: Tiles | None = None,
+    width: int = D,
+    hidden: int = F,
+    uniform: bool = False,
+    tokens: int = T,
+    experts: int = E,
+    per_token: int = K,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Launch]:
+    """The kernel calls of one layer, forward and backward, by name; of `combine`, the weighted one.
 
     Args:
-        kernel: one of `EVERY_KERNEL`.
-        target: "sm_80", "sm_90", "sm_100" or "gfx942".
+        target: of `TARGETS`.
+        tiles: other than the table's.
         width: D.
-        expert_width: F.
-        rows: per expert, by which the tile is chosen.
-        **changes: fields of the `Tile` to set otherwise.
+        hidden: F.
+        uniform: expert choice, not token choice.
+        tokens: T.
+        experts: E.
+        per_token: K.
+        dtype: of the operands.
     """
-    tile = replace(tiles_for(target, rows)[kernel], **changes) if kernel in PRODUCTS else Tile(128, 128, 64, 4)
-    function, types, constants = _signature(kernel, tile, uses_tma(target), width, expert_width)
-    names = function.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    # Pointers come from the allocator: aligned. Numbers are never specialised, see the kernels.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    compiled = triton.compile(
-        ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned),
-        target=_gpu(target),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
+    rows = tokens * per_token
+    if tiles is None:
+        tiles = find_tiles(TARGETS[target], dtype, width, hidden, rows / experts)
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device="meta", requires_grad=of.is_floating_point)
+
+    inputs = (
+        empty(tokens, width),
+        empty(experts, 2, hidden, width),
+        empty(experts, width, hidden),
+        empty(rows, of=torch.float32),
     )
-    return _of_amd(compiled, tile.warps) if target.startswith("gfx") else _of_nvidia(compiled, target, tile.warps)
+    token_A, offsets_E = empty(rows, of=torch.int64), empty(experts, of=torch.int32)
+    routing = Routing(token_A, offsets_E, inputs[3], tokens, rows // experts if uniform else None)
+    with only_noted() as noted:
+        out_TD = grouped_mlp_on(*inputs[:3], routing, tiles, TARGETS[target])
+        torch.autograd.grad(out_TD, inputs, torch.empty_like(out_TD))
+    found: dict[str, Launch] = {}
+    for each in noted:
+        found.setdefault(each.name, each)
+    return found
 
 
-def _gpu(target: str) -> GPUTarget:
-    return GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+def compiled(launch: Launch, target: str) -> CompiledKernel:
+    """Compile one launch; Triton keeps the result in its cache."""
+    if interpreted():
+        raise RuntimeError("TRITON_INTERPRET is set: Triton compiles nothing. Unset it before Python starts")
+    constants: dict[str, Any] = {}
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for place, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        # As in a launch: ones and missing tensors are constants, and the compiler is told of multiples of 16; not of
+        # counts, so that a new one compiles nothing.
+        number = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (number and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(str(size) for size in value.block_shape)
+            signature[parameter.name] = f"tensordesc<{_short(value.base.dtype)}[{block}]>"
+        else:
+            signature[parameter.name] = f"*{_short(value.dtype)}" if isinstance(value, Tensor) else "i32"
+            if isinstance(value, Tensor) or (number and value % 16 == 0):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return triton.compile(source, target=GPU_TARGETS[target], options=options)
 
 
-def _signature(
-    kernel: str, tile: Tile, tma: bool, width: int, expert_width: int
-) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """(function, types of its arguments, its constants) for ragged groups, gathered and weighted."""
-    b, i32, i64, f32 = "*bf16", "*i32", "*i64", "*fp32"
-    groups = {"offsets_E": i32, "expert_M": i32, "row_M": i32, "capacity": "i32", "tiles": "i32", "token_A": i64}
-    sizes = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-    flags = {"EQUAL": False, "TMA": tma}
-
-    def blocks(*shape: int) -> str:
-        return f"tensordesc<bf16[{','.join(map(str, shape))}]>" if tma else b
-
-    if kernel == "up_fwd":
-        types = groups | {"x": b, "w13": blocks(1, tile.BN, tile.BK), "h_AH": b, "a_AF": b}
-        return forward.up_fwd, types, {"D": width, "F": expert_width, "GATHER": True, **flags, **sizes}
-    if kernel in ("down_fwd", "up_dgrad"):
-        down = kernel == "down_fwd"
-        block = (tile.BN, tile.BK) if down else (tile.BK, tile.BN)
-        x, y = (expert_width, width) if down else (2 * expert_width, width)
-        types = groups | {"rows_AX": blocks(tile.BM, tile.BK), "w": blocks(1, *block), "out_AY": b}
-        constants = {"X": x, "Y": y, "TRANSPOSED": down, "SUBTILES": tile.subtiles, **flags, **sizes}
-        return forward.rows_times, types, constants
-    if kernel == "down_dgrad":
-        types = groups | {"dout": b, "w2": blocks(1, tile.BK, tile.BN), "h_AH": b, "weight_A": f32}
-        types |= {"dh_AH": b, "sa_AF": b, "dweight_AN": f32}
-        constants = {"D": width, "F": expert_width, "GATHER": True, "WEIGHTED": True, "SUBTILES": tile.subtiles}
-        return backward.down_dgrad, types, constants | flags | sizes
-    if kernel in ("dw2", "dw13"):
-        left = kernel == "dw2"
-        x, y = (width, expert_width) if left else (2 * expert_width, width)
-        types = groups | {"left": b, "right": b, "dw_EXY": b, "experts": "i32"}
-        return backward.outer, types, {"X": x, "Y": y, "GATHER_LEFT": left, "GATHER_RIGHT": not left, **sizes}
-    if kernel == "combine":
-        types = {"rows_AD": b, "weight_A": f32, "order_A": i64, "start_T": i64, "out_TD": b}
-        types |= {"tokens": "i32", "assignments": "i32"}
-        return forward.combine, types, {"D": width, "WEIGHTED": True, "BLOCK": 1024}
-    types = {"offsets_E": i32, "expert_M": i32, "row_M": i32, "experts": "i32", "tiles": "i32"}
-    return plan.plan_tiles, types, {"BLOCK": 128, "EXPERTS": 256}
+def measure(launch: Launch, target: str) -> Resources:
+    """Compile one launch and read its machine code."""
+    kernel = compiled(launch, target)
+    return _of_amd(kernel) if target.startswith("gfx") else _of_nvidia(kernel, target, launch.warps)
 
 
-def _of_nvidia(compiled: Any, target: str, warps: int) -> Resources:
+def faults(name: str, found: Resources, target: str) -> list[str]:
+    """What no kernel may have, in words; empty when all is well."""
+    wrong = []
+    if found.spilled:
+        wrong.append(f"spills: {found.spilled} bytes of local memory")
+    if found.shared > SHARED_LIMIT[target]:
+        wrong.append(f"shared memory: {found.shared} bytes, of {SHARED_LIMIT[target]}")
+    wrong += [f"ptxas: {warning}" for warning in found.warnings]
+    if name != "combine":
+        needed = [PRODUCTS[target]]
+        if TARGETS[target].descriptors:
+            needed.append("UTMALDG")
+        wrong += [f"no {instruction}" for instruction in needed if not found.instructions.get(instruction)]
+    return wrong
+
+
+def compare(found: Resources, golden: dict[str, int]) -> tuple[list[str], list[str]]:
+    """(what got worse, what got better) since the numbers were kept."""
+    worse: list[str] = []
+    better: list[str] = []
+    for key in COMPARED:
+        now, before = getattr(found, key), golden[key]
+        if now != before:
+            (worse if (now < before) == (key == "blocks") else better).append(f"{key}: {before} -> {now}")
+    return worse, better
+
+
+def _of_nvidia(kernel: CompiledKernel, target: str, warps: int) -> Resources:
+    tools = knobs.nvidia
+    assembler = tools.ptxas_blackwell if target == "sm_100" else tools.ptxas
+    architecture = target if target == "sm_80" else f"{target}a"
     with tempfile.TemporaryDirectory() as folder:
-        cubin = os.path.join(folder, "kernel.cubin")
-        Path(cubin).write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-        code = _tool("nvdisasm", "-c", cubin)
-        ptx = os.path.join(folder, "kernel.ptx")
-        Path(ptx).write_text(compiled.asm["ptx"])
-        assembler = "ptxas-blackwell" if target == "sm_100" else "ptxas"
-        suffix = "a" if target != "sm_80" else ""
-        # The same level as Triton's own call: another one reports other registers.
-        said = _tool(assembler, "-v", "--regAllocOptLevel=2", f"--gpu-name={target}{suffix}", ptx, "-o", os.devnull)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    spilt = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert found and spilt, (usage, said)
-    instructions = collections.Counter(re.findall(r"\s/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", code))
-    spills = int(found[2]) + int(found[3]) + sum(map(int, spilt.groups())) + instructions["LDL"] + instructions["STL"]
-    warnings = tuple(line.strip() for line in said.splitlines() if "wgmma" in line.lower() or "warning" in line.lower())
-    return Resources(int(found[1]), spills, compiled.metadata.shared, warps, dict(instructions), warnings)
+        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        cubin.write_bytes(kernel.asm["cubin"])
+        ptx.write_text(kernel.asm["ptx"])
+        usage = _output(tools.cuobjdump.path, "--dump-resource-usage", str(cubin))
+        code = _output(tools.nvdisasm.path, "-c", str(cubin))
+        # The options that Triton itself gives.
+        verbose = _output(
+            assembler.path, "-v", "--regAllocOptLevel=2", f"--gpu-name={architecture}", str(ptx), "-o", "/dev/null"
+        )
+    registers, stack, local = (int(_group(rf"{key}:(\d+)", usage)) for key in ("REG", "STACK", "LOCAL"))
+    spilled = int(_group(r"(\d+) bytes spill stores", verbose)) + int(_group(r"(\d+) bytes spill loads", verbose))
+    counts = Counter(_INSTRUCTION.findall(code))
+    shared, threads = kernel.metadata.shared, 32 * warps
+    # Registers are given out by eights to each thread; each block needs a kilobyte of shared memory for itself.
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+    by_shared = (SHARED_LIMIT[target] + 1024) // (shared + 1024)
+    return Resources(
+        registers,
+        shared,
+        spilled + stack + local + 4 * (counts["STL"] + counts["LDL"]) * (spilled == 0),
+        min(by_registers, by_shared, THREADS[target] // threads, 32),
+        {name: counts[name] for name in ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDGSTS") if counts[name]},
+        tuple(line.strip() for line in verbose.splitlines() if "warning" in line.lower() or "C7511" in line),
+    )
 
 
-def _of_amd(compiled: Any, warps: int) -> Resources:
-    text = compiled.asm["amdgcn"]
-
-    def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        return int(found[1]) if found else 0
-
-    spills = number("vgpr_spill_count") + number("sgpr_spill_count") + number("private_segment_fixed_size")
-    instructions = {
-        "v_mfma": len(re.findall(r"v_mfma", text)),
-        "scratch": len(re.findall(r"scratch_(?:load|store)", text)),
-    }
-    return Resources(number("vgpr_count"), spills, compiled.metadata.shared, warps, instructions)
+def _of_amd(kernel: CompiledKernel) -> Resources:
+    code = kernel.asm["amdgcn"]
+    number = {key: int(_group(rf"\.{key}:\s+(\d+)", code)) for key in ("vgpr_count", "vgpr_spill_count")}
+    private = int(_group(r"\.private_segment_fixed_size:\s+(\d+)", code))
+    shared = kernel.metadata.shared
+    registers = number["vgpr_count"]
+    waves = 512 // max(8, -(-registers // 8) * 8)  # of one of four SIMDs
+    blocks = min(4 * waves // kernel.metadata.num_warps, SHARED_LIMIT["gfx942"] // max(shared, 1))
+    mfma = {"v_mfma": len(re.findall(r"v_mfma", code))}
+    return Resources(registers, shared, 4 * number["vgpr_spill_count"] + private, blocks, mfma, ())
 
 
-def _tool(name: str, *arguments: str) -> str:
-    done = subprocess.run([str(TOOLS / name), *arguments], capture_output=True, text=True, check=True, timeout=120)
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 
 
-def measure(kernel: str, target: str) -> dict[str, int]:
-    """Registers, shared memory and occupancy of a kernel, as the table of budgets has them."""
-    resources = compile_kernel(kernel, target)
-    row = {"registers": resources.registers, "shared_bytes": resources.shared_bytes}
-    return row | ({"blocks": resources.blocks(target)} if target in SHARED_TOTAL else {})
+def _group(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match, f"no {pattern} in {text[:500]}"
+    return match[1]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return triton.runtime.jit.type_canonicalisation_dict[str(dtype).removeprefix("torch.")]
+
+
+def main(write: bool) -> None:
+    """Print the table, and keep it if told to."""
+    table: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
+    for target in TARGETS:
+        for load in LOADS:
+            for name, launch in launches(target, **LOADS[load]).items():
+                found = measure(launch, target)
+                kept = {key: asdict(found)[key] for key in COMPARED}
+                table.setdefault(target, {}).setdefault(load, {})[name] = kept
+                print(
+                    f"{target:7}{load:14}{name:11} {found.registers:3} registers {found.shared:7} B shared "
+                    f"{found.blocks:3} blocks  {found.instructions} {'; '.join(faults(name, found, target))}",
+                    flush=True,
+                )
+    if write:
+        GOLDEN.write_text(json.dumps({"triton": triton.__version__, "targets": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main("--write" in sys.argv[1:])

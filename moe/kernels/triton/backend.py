@@ -1,7 +1,6 @@
-"""The Triton kernels behind `grouped_mlp`: six products, each with what surrounds it fused in, and sums by token.
+"""The Triton backend of `grouped_mlp`: one autograd function around the kernels.
 
-Kept for backward are the inputs, the pre-activation and the order of assignments. No kernel adds with atomics, so
-results are the same bits in every run.
+Only x, the pre-activation and whole numbers are kept for backward; the activation and gathered rows never are.
 """
 
 from __future__ import annotations
@@ -9,145 +8,84 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moe.kernels.permute import Combine
-from moe.kernels.tile import Tile, target_of, tiles_for, uses_tma
-from moe.kernels.triton import backward, forward
-from moe.kernels.triton.plan import Plan, blocks_of, programs, suits_tma
+from moe.kernels.triton.backward import down_dgrad, dw2, dw13, up_dgrad
+from moe.kernels.triton.combine import combine
+from moe.kernels.triton.forward import down_fwd, up_fwd
+from moe.kernels.triton.launch import INTERPRETER, Target, target_of
+from moe.kernels.triton.plan import Plan, make_plan
+from moe.kernels.triton.tiles import Tiles, find_tiles
 from moe.routing import Routing
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST = 2**31 - 1  # rows, and elements of one expert's matrix: what is indexed with 32 bits
-COMBINE_BLOCK = 1024
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INT32 = 2**31
 
 
 def grouped_mlp_triton(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
-    """See `moe.kernels.grouped_mlp`.
+    """See `moe.kernels.grouped_mlp`. Bit for bit the same from run to run.
 
     Raises:
-        ValueError: for inputs that the kernels cannot take; names a backend that can.
+        ValueError: no GPU (and no interpreter), a type that the kernels do not take or that differs between operands,
+            a layout other than contiguous, or more rows or elements than 32-bit numbers count.
     """
-    check(x_TD, w13_E2FD, w2_EDF, routing)
+    target = target_of(x_TD.device)
+    check(x_TD, w13_E2FD, w2_EDF, routing, target)
+    rows = x_TD.shape[0] if routing.token_A is None else routing.token_A.shape[0]
+    num_experts, _, hidden, width = w13_E2FD.shape
+    tiles = find_tiles(target, x_TD.dtype, width, hidden, rows / num_experts)
+    return grouped_mlp_on(x_TD, w13_E2FD, w2_EDF, routing, tiles, target)
+
+
+def grouped_mlp_on(
+    x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing, tiles: Tiles, target: Target
+) -> Tensor:
+    """`grouped_mlp_triton` of checked operands, with given tiles, as on a given target."""
     return _GroupedMLP.apply(
-        x_TD, w13_E2FD, w2_EDF, routing.weight_A, routing.token_A, routing.offsets_E, routing.capacity
+        x_TD, w13_E2FD, w2_EDF, routing.weight_A, routing.token_A, routing.offsets_E, routing.capacity, tiles, target
     )
 
 
-def check(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> None:
-    """Refuse what the kernels cannot take, before one is started."""
-    tensors = {"x": x_TD, "w13": w13_E2FD, "w2": w2_EDF}
-    other = 'moe.backend = "torch" takes it'
+def check(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing, target: Target) -> None:
+    """Refuse what the kernels would compute wrongly or not at all; see `grouped_mlp_triton` for what is raised."""
+    otherwise = 'or choose backend = "torch"'
+    dtypes = {"x": x_TD.dtype, "w13": w13_E2FD.dtype, "w2": w2_EDF.dtype}
+    if len(set(dtypes.values())) > 1:
+        given = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"the triton backend wants one type for all operands: {given}. Cast them, {otherwise}")
     if x_TD.dtype not in DTYPES:
-        raise ValueError(f"the triton backend computes in fp16, bf16 or fp32, not {x_TD.dtype}: {other}")
-    for name, tensor in tensors.items():
-        if tensor.dtype != x_TD.dtype:
-            raise ValueError(f"{name} is {tensor.dtype} and x {x_TD.dtype}: all must have one dtype")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}: the triton backend wants it contiguous; {other}")
-        if tensor.device != x_TD.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x_TD.device}")
-    if x_TD.device.type != "cuda" and not is_interpreted():
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"the triton backend computes in {names}, not in {x_TD.dtype}: cast, {otherwise}")
+    if target == INTERPRETER and x_TD.dtype == torch.bfloat16:
         raise ValueError(
-            f'the triton backend needs a GPU, x is on {x_TD.device}: set moe.backend = "torch" (or TRITON_INTERPRET=1 '
-            "in the environment, to follow the kernels slowly in the interpreter)"
+            "Triton's interpreter multiplies the bit patterns of bfloat16 as if they were numbers: use float16 or "
+            f"float32 there, {otherwise}"
         )
-    require_countable("rows", x_TD.shape[0] if routing.token_A is None else routing.token_A.shape[0])
-    require_countable("elements of an expert's w13", w13_E2FD[0].numel())
-
-
-def require_countable(what: str, size: int) -> None:
-    """Refuse more than 32 bits can count, where the kernels count in 32 bits."""
-    if size > LARGEST:
+    operands = {"x": x_TD, "w13": w13_E2FD, "w2": w2_EDF, "weight_A": routing.weight_A, "token_A": routing.token_A}
+    for name, operand in operands.items():
+        if operand is not None and not operand.is_contiguous():
+            raise ValueError(
+                f"the triton backend wants {name} contiguous; its shape is {tuple(operand.shape)} with strides "
+                f"{operand.stride()}: call .contiguous() on it, {otherwise}"
+            )
+    rows = x_TD.shape[0] if routing.token_A is None else routing.token_A.shape[0]
+    # Rows and experts start at 64-bit addresses; what lies between two such starts is counted in 32 bits.
+    if max(rows, x_TD.shape[0]) >= _INT32:
+        raise ValueError(f"the triton backend counts rows in 32 bits, and there are {rows}: use fewer, {otherwise}")
+    if w13_E2FD[:1].numel() >= _INT32:
         raise ValueError(
-            f"{size} {what}: the triton backend counts them in 32 bits, at most {LARGEST}; "
-            'moe.backend = "torch" takes it'
+            f"the triton backend counts the elements of one expert's matrix in 32 bits, and w13 of shape "
+            f"{tuple(w13_E2FD.shape)} has {w13_E2FD[:1].numel()} an expert: use narrower experts, {otherwise}"
         )
 
 
-def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter; it was decided when they were imported."""
-    return not isinstance(forward.up_fwd, triton.JITFunction)
-
-
-class Groups:
-    """How rows lie in one call: what every kernel is told, and its plan of tiles."""
-
-    def __init__(self, x_TD: Tensor, token_A: Tensor | None, offsets_E: Tensor, capacity: int | None) -> None:
-        self.token_A, self.offsets_E, self.capacity = token_A, offsets_E, capacity
-        self.rows = x_TD.shape[0] if token_A is None else token_A.shape[0]
-        self.experts, self.device = offsets_E.shape[0], x_TD.device
-        self.target = target_of(x_TD.device)
-        self.tiles = tiles_for(self.target, self.rows // self.experts)
-        self._plans: dict[int, Plan] = {}
-
-    def plan(self, tile: Tile) -> Plan:
-        """Tiles of so many rows; made once."""
-        if tile.BM not in self._plans:
-            self._plans[tile.BM] = Plan.of(self.offsets_E, self.capacity, self.rows, tile.BM)
-        return self._plans[tile.BM]
-
-    def launch(self, kernel: Any, tile: Tile, columns: int, before: tuple[object, ...], **constants: object) -> None:
-        """Start a kernel over tiles of rows; its arguments are `before`, and the plan's."""
-        plan = self.plan(tile)
-        if not plan.tiles:
-            return
-        grid = programs(self.device, plan.tiles * triton.cdiv(columns, tile.BN))
-        kernel[(grid,)](
-            *before, self.offsets_E, plan.expert_M, plan.row_M, plan.capacity, plan.tiles,
-            EQUAL=self.capacity is not None, **constants,
-        )  # fmt: skip
-
-    def rows_times(self, name: str, rows_AX: Tensor, w_EXY: Tensor, transposed: bool) -> Tensor:
-        """(A, X) -> (A, Y): each row times its expert's matrix. Zeros in rows behind the last expert's."""
-        tile, tma = self.tiles[name], self.tma(w_EXY, rows_AX)
-        x, y = w_EXY.shape[1:] if not transposed else (w_EXY.shape[2], w_EXY.shape[1])
-        block = (tile.BN, tile.BK) if transposed else (tile.BK, tile.BN)
-        out_AY = self.new_rows(rows_AX, y)
-        if not self.rows:
-            return out_AY
-        rows = blocks_of(rows_AX, tma, tile.BM, tile.BK)
-        self.launch(
-            forward.rows_times, tile, y, (rows, blocks_of(w_EXY, tma, 1, *block), out_AY),
-            X=x, Y=y, TRANSPOSED=transposed, TMA=tma, **tile.options(subtiles=True),
-        )  # fmt: skip
-        return out_AY
-
-    def outer(self, name: str, left: Tensor, right: Tensor, gather: str) -> Tensor:
-        """Sum over each expert's rows of left times right, (E, X, Y); the side named by `gather` is by token."""
-        tile, x, y = self.tiles[name], left.shape[1], right.shape[1]
-        out_EXY = left.new_empty(self.experts, x, y)
-        gathers = self.token_A is not None
-        token_A = self.token_A if gathers else self.offsets_E
-        count = self.experts * triton.cdiv(x, tile.BM) * triton.cdiv(y, tile.BN)
-        backward.outer[(programs(self.device, count),)](
-            left, right, token_A, self.offsets_E, out_EXY, self.experts,
-            X=x, Y=y, GATHER_LEFT=gathers and gather == "left", GATHER_RIGHT=gathers and gather == "right",
-            **tile.options(),
-        )  # fmt: skip
-        return out_EXY
-
-    def new_rows(self, like: Tensor, width: int) -> Tensor:
-        """(A, width), with zeros where rows are handed over that may belong to no expert."""
-        make = like.new_zeros if self.token_A is None else like.new_empty
-        return make(self.rows, width)
-
-    def tma(self, *tensors: Tensor) -> bool:
-        """Whether these are loaded through descriptors."""
-        return uses_tma(self.target) and suits_tma(*tensors)
-
-
-def _combine(rows_AD: Tensor, weight_A: Tensor | None, order: Combine, tokens: int) -> Tensor:
-    width = rows_AD.shape[1]
-    out_TD = rows_AD.new_empty(tokens, width)
-    block = min(COMBINE_BLOCK, triton.next_power_of_2(width))
-    if tokens:
-        forward.combine[(tokens, triton.cdiv(width, block))](
-            rows_AD, rows_AD if weight_A is None else weight_A, order.order_A, order.start_T, out_TD,
-            tokens, rows_AD.shape[0], D=width, WEIGHTED=weight_A is not None, BLOCK=block,
-        )  # fmt: skip
-    return out_TD
+def _clear_behind(rows_AX: Tensor | None, offsets_E: Tensor) -> None:
+    """Zeros in the rows that no expert has: a dispatcher may hand over more than it used, and nothing wrote them."""
+    if rows_AX is not None:
+        row_A = torch.arange(rows_AX.shape[0], device=rows_AX.device)
+        behind_A = row_A >= offsets_E[-1]  # compared on the device: nothing waits
+        rows_AX.masked_fill_(behind_A.view(-1, *[1] * (rows_AX.dim() - 1)), 0)
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -161,56 +99,52 @@ class _GroupedMLP(torch.autograd.Function):
         token_A: Tensor | None,
         offsets_E: Tensor,
         capacity: int | None,
+        tiles: Tiles,
+        target: Target,
     ) -> Tensor:
-        groups = Groups(x_TD, token_A, offsets_E, capacity)
-        tile, width, expert_width = groups.tiles["up_fwd"], x_TD.shape[1], w2_EDF.shape[2]
-        w13_EHD = w13_E2FD.flatten(1, 2)
-        hidden_AH = x_TD.new_empty(groups.rows, 2 * expert_width)
-        act_AF = x_TD.new_empty(groups.rows, expert_width)
-        tma = groups.tma(w13_EHD)
-        groups.launch(
-            forward.up_fwd, tile, expert_width,
-            (x_TD, offsets_E if token_A is None else token_A, blocks_of(w13_EHD, tma, 1, tile.BN, tile.BK),
-             hidden_AH, act_AF),
-            D=width, F=expert_width, GATHER=token_A is not None, TMA=tma, **tile.options(),
-        )  # fmt: skip
-        out_AD = groups.rows_times("down_fwd", act_AF, w2_EDF, transposed=True)
-        combine = None if token_A is None else Combine.by_token(token_A, x_TD.shape[0])
-        order = (None, None) if combine is None else (combine.order_A, combine.start_T)
+        rows = x_TD.shape[0] if token_A is None else token_A.shape[0]
+        if rows == 0:  # all experts are empty: nothing to launch
+            ctx.save_for_backward(x_TD, w13_E2FD, w2_EDF, weight_A)
+            return torch.zeros_like(x_TD)
+        plan = make_plan(offsets_E, capacity, rows, tiles.block_m)
+        hidden_AH, act_AF = up_fwd(x_TD, w13_E2FD, token_A, rows, plan, tiles.by_kernel["up_fwd"], target)
+        out_AD = down_fwd(act_AF, w2_EDF, plan, tiles.by_kernel["down_fwd"], target)
+        order = None if token_A is None else Combine.by_token(token_A, x_TD.shape[0])
+        by_token = (None, None) if order is None else (order.order_A, order.start_T)
         # Every tensor goes through save_for_backward, so that recompute and offload hooks see one consistent set.
-        ctx.save_for_backward(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, *order, hidden_AH)
-        ctx.capacity = capacity
-        if combine is not None:
-            return _combine(out_AD, weight_A, combine, x_TD.shape[0])
-        return out_AD if weight_A is None else out_AD * weight_A.to(out_AD.dtype)[:, None]
+        ctx.save_for_backward(
+            x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, plan.tiles_N2, plan.count_1, *by_token, hidden_AH
+        )
+        ctx.bound, ctx.capacity, ctx.tiles, ctx.target = plan.bound, plan.capacity, tiles, target
+        if order is not None:
+            return combine(out_AD, weight_A, order.order_A, order.start_T)
+        if weight_A is not None:
+            out_AD.mul_(weight_A.to(out_AD.dtype)[:, None])
+        _clear_behind(out_AD, offsets_E)
+        return out_AD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, order_A, start_T, hidden_AH = ctx.saved_tensors
-        dout_TD = grads[0].contiguous()  # a plain sum's gradient is one element, expanded
-        groups = Groups(x_TD, token_A, offsets_E, ctx.capacity)
-        tile, width, expert_width = groups.tiles["down_dgrad"], x_TD.shape[1], w2_EDF.shape[2]
-        parts = triton.cdiv(expert_width, tile.BN)
-        dhidden_AH = torch.empty_like(hidden_AH)
-        scaled_AF = hidden_AH.new_empty(groups.rows, expert_width)
-        dweight_AN = None
-        if weight_A is not None:
-            dweight_AN = torch.zeros(groups.rows, parts, dtype=torch.float32, device=x_TD.device)
-        tma = groups.tma(w2_EDF)
-        unused = offsets_E
-        groups.launch(
-            backward.down_dgrad, tile, expert_width,
-            (dout_TD, unused if token_A is None else token_A, blocks_of(w2_EDF, tma, 1, tile.BK, tile.BN), hidden_AH,
-             unused if weight_A is None else weight_A, dhidden_AH, scaled_AF,
-             unused if dweight_AN is None else dweight_AN),
-            D=width, F=expert_width, GATHER=token_A is not None, WEIGHTED=weight_A is not None, TMA=tma,
-            **tile.options(subtiles=True),
-        )  # fmt: skip
-        dweight_A = None
-        if dweight_AN is not None and weight_A is not None:
-            dweight_A = dweight_AN.sum(1).to(weight_A.dtype)
-        dw2_EDF = groups.outer("dw2", dout_TD, scaled_AF, gather="left")
-        dw13_EHD = groups.outer("dw13", dhidden_AH, x_TD, gather="right")
-        drows_AD = groups.rows_times("up_dgrad", dhidden_AH, w13_E2FD.flatten(1, 2), transposed=False)
-        dx_TD = drows_AD if order_A is None else _combine(drows_AD, None, Combine(order_A, start_T), x_TD.shape[0])
-        return dx_TD, dw13_EHD.view_as(w13_E2FD), dw2_EDF, dweight_A, None, None, None
+        if len(ctx.saved_tensors) == 4:
+            zeros = (None if tensor is None else torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+            return *zeros, None, None, None, None, None
+        x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, tiles_N2, count_1, order_A, start_T, hidden_AH = (
+            ctx.saved_tensors
+        )
+        plan = Plan(offsets_E, ctx.capacity, ctx.tiles.block_m, ctx.bound, tiles_N2, count_1)
+        tile, target = ctx.tiles.by_kernel, ctx.target
+        dout_TD = grads[0].contiguous()  # that of a plain sum is expanded
+        dhidden_AH, act_AF, dweight_A = down_dgrad(
+            dout_TD, w2_EDF, hidden_AH, weight_A, token_A, plan, tile["down_dgrad"], target
+        )
+        dw2_EDF = dw2(dout_TD, act_AF, token_A, plan, tile["dw2"], target)
+        dw13_E2FD = dw13(dhidden_AH, x_TD, token_A, plan, tile["dw13"], target).view_as(w13_E2FD)
+        dx_TD = up_dgrad(dhidden_AH, w13_E2FD, plan, tile["up_dgrad"], target)
+        if order_A is not None:
+            dx_TD = combine(dx_TD, None, order_A, start_T)
+        else:
+            for rows in (dx_TD, dweight_A):
+                _clear_behind(rows, offsets_E)
+        if weight_A is not None and dweight_A is not None:
+            dweight_A = dweight_A.to(weight_A.dtype)
+        return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None, None, None

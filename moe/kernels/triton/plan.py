@@ -1,8 +1,11 @@
-"""Which rows a program works on: tiles of rows that never reach over an expert's end.
+"""Which tile covers which rows, decided on the device: nothing here waits for a number from it.
 
-Equal groups need no plan, a tile's rows follow from its number. For groups of any size the plan is made on the device
-and read back from memory there: the host never learns the sizes, and no kernel searches for its tile.
+With equal runs (expert choice) a tile's expert follows from its number. Uneven runs need a table, made once a layer
+and read by all of its kernels; searching the runs' ends again in every tile would cost more than a load.
 """
+
+# Triton reads annotations as types of its own, so kernels have none but `tl.constexpr`.
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -12,121 +15,107 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of `block` rows.
+    """The row tiles of a layer.
 
     Attributes:
-        block: rows of a tile.
-        offsets_E: int32 end of each expert's rows.
-        capacity: rows of every expert, where all have the same; else 0, and the rest is set.
-        expert_M, row_M: int32 expert and first row of each tile; -1 behind the last one.
-        tiles: how many there are at most.
+        offsets_E: int32 end of each expert's run of rows.
+        capacity: rows of every run when all are equal, else 0.
+        block_m: rows of a tile.
+        bound: no more row tiles than this, known on the host; the exact number when runs are equal.
+        tiles_N2: int32 expert and first row of each row tile, -1 beyond the last one; None when runs are equal.
+        count_1: int32 number of row tiles; None when runs are equal.
     """
 
-    block: int
     offsets_E: Tensor
     capacity: int
-    expert_M: Tensor
-    row_M: Tensor
-    tiles: int
-
-    @classmethod
-    def of(cls, offsets_E: Tensor, capacity: int | None, rows: int, block: int) -> Plan:
-        """Make the plan; nothing waits for the device.
-
-        Args:
-            offsets_E: int32 end of each expert's rows.
-            capacity: rows of every expert, or None where they differ.
-            rows: A, at least as many as the experts have together.
-            block: rows of a tile.
-        """
-        experts = offsets_E.shape[0]
-        if capacity is not None:
-            unused = offsets_E  # kernels want a pointer, and do not read it
-            return cls(block, offsets_E, capacity, unused, unused, experts * triton.cdiv(capacity, block))
-        # Each expert leaves at most one tile unfilled, and only as many as there are rows have one at all.
-        tiles = triton.cdiv(rows, block) + min(experts, rows)
-        expert_M, row_M = offsets_E.new_empty(2, max(1, tiles)).unbind(0)
-        padded = triton.next_power_of_2(experts + 1)
-        plan_tiles[(experts + 1,)](offsets_E, expert_M, row_M, experts, tiles, BLOCK=block, EXPERTS=padded)
-        return cls(block, offsets_E, 0, expert_M, row_M, tiles)
+    block_m: int
+    bound: int
+    tiles_N2: Tensor | None = None
+    count_1: Tensor | None = None
 
 
-@triton.jit(do_not_specialize=["experts", "tiles"])
-def plan_tiles(offsets_E, expert_M, row_M, experts, tiles, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Program e writes the tiles of expert e; one more fills what is left with -1."""
-    e = tl.program_id(0)
-    index = tl.arange(0, EXPERTS)
-    ends = tl.load(offsets_E + index, mask=index < experts, other=0)
-    starts = tl.load(offsets_E + index - 1, mask=(index > 0) & (index < experts), other=0)
-    counts = tl.where(index < experts, (ends - starts + BLOCK - 1) // BLOCK, 0)
-    first = tl.sum(tl.where(index < e, counts, 0))
-    if e < experts:
-        start = tl.sum(tl.where(index == e, starts, 0))
-        count = tl.sum(tl.where(index == e, counts, 0))
-        for tile in range(0, count):
-            tl.store(expert_M + first + tile, e)
-            tl.store(row_M + first + tile, start + tile * BLOCK)
-    else:
-        for tile in range(first, tiles):
-            tl.store(expert_M + tile, -1)
-            tl.store(row_M + tile, 0)
+def make_plan(offsets_E: Tensor, capacity: int | None, rows: int, block_m: int) -> Plan:
+    """Cut every expert's run into tiles of `block_m` rows, the last one of each run perhaps partly empty.
+
+    Args:
+        offsets_E: int32 end of each run.
+        capacity: rows of every run if all are equal.
+        rows: A, all rows together.
+        block_m: rows of a tile.
+    """
+    num_experts = offsets_E.shape[0]
+    if capacity is not None:
+        return Plan(offsets_E, capacity, block_m, num_experts * triton.cdiv(capacity, block_m))
+    # Each expert that has rows has one tile for its first row, and the other rows fill at best whole tiles.
+    bound = min(num_experts, rows) + max(rows - num_experts, 0) // block_m
+    lengths_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+    tiles_E = (lengths_E + (block_m - 1)) // block_m
+    last_E = tiles_E.cumsum(0, dtype=torch.int32)
+    tile_N = torch.arange(bound, device=offsets_E.device, dtype=torch.int32)
+    expert_N = torch.searchsorted(last_E, tile_N, right=True, out_int32=True)
+    padding_N = expert_N == num_experts
+    inside_N = expert_N.clamp_max(num_experts - 1)
+    first_N = (offsets_E - lengths_E)[inside_N] + (tile_N - (last_E - tiles_E)[inside_N]) * block_m
+    tiles_N2 = torch.stack([expert_N, first_N], 1).masked_fill(padding_N[:, None], -1)
+    return Plan(offsets_E, 0, block_m, bound, tiles_N2, last_E[-1:])
 
 
 @triton.jit
-def rows_of_tile(tile, offsets_E, expert_M, row_M, capacity, EQUAL: tl.constexpr, BLOCK: tl.constexpr):
-    """(expert or -1, first row, end of the expert's rows) of a tile."""
-    if EQUAL:
-        per_expert = tl.cdiv(capacity, BLOCK)
-        expert = tile // per_expert
-        row = expert * capacity + (tile % per_expert) * BLOCK
-        end = (expert + 1) * capacity
+def row_tile(
+    tile,
+    row_tiles,
+    tiles_ptr,
+    offsets_ptr,
+    capacity,
+    COLUMN_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """(expert, first row, rows left in the run from there, column tile) of a tile number.
+
+    Tiles go down eight row tiles before they go to the next column, so that programs which run at the same time share
+    both rows and weights in the cache.
+    """
+    GROUP: tl.constexpr = 8
+    before = tile // (GROUP * COLUMN_TILES) * GROUP
+    height = tl.minimum(row_tiles - before, GROUP)
+    inside = tile % (GROUP * COLUMN_TILES)
+    row = before + inside % height
+    if UNIFORM:
+        blocks = (capacity + BLOCK_M - 1) // BLOCK_M
+        expert = row // blocks
+        start = row % blocks * BLOCK_M
+        first = expert * capacity + start
+        left = capacity - start
     else:
-        expert = tl.load(expert_M + tile)
-        row = tl.load(row_M + tile)
-        end = tl.load(offsets_E + tl.maximum(expert, 0))
-    return expert, row, end
+        expert = tl.load(tiles_ptr + 2 * row)
+        first = tl.load(tiles_ptr + 2 * row + 1)
+        left = tl.load(offsets_ptr + expert) - first
+    return expert, first, left, inside // height
 
 
 @triton.jit
-def offset(index, stride: tl.constexpr):
-    """Elements before a row or a matrix, in 64 bits: stacks of experts and long batches pass 2^31 of them."""
-    return tl.cast(index, tl.int64) * stride
+def row_index(index_ptr, first, left, BLOCK: tl.constexpr, GATHER: tl.constexpr):
+    """(int64 row numbers of a tile, which of them exist): looked up when `GATHER`, else consecutive."""
+    lane = tl.arange(0, BLOCK)
+    exists = lane < left
+    # Either way 64 bits: times the width it may pass 2^31.
+    row = tl.load(index_ptr + first + lane, mask=exists, other=0).to(tl.int64) if GATHER else first.to(tl.int64) + lane
+    return row, exists
 
 
 @triton.jit
-def weight_block(
-    w, expert, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """(R, C) of one expert's (ROWS, COLUMNS) matrix, zeros outside it: through a descriptor, or by pointers."""
-    if TMA:
-        block = tl.reshape(w.load([expert, row, column]), (R, C))
+def part_of(tile_MN, part: tl.constexpr, PARTS: tl.constexpr):
+    """One of 1 or 2 column parts of a tile."""
+    if PARTS == 1:
+        out = tile_MN
     else:
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        mask = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
-        base = w + offset(expert, ROWS * COLUMNS)
-        block = tl.load(base + (r[:, None] * COLUMNS + c[None, :]), mask=mask, other=0.0)
-    return block
-
-
-def blocks_of(tensor: Tensor, tma: bool, *block: int) -> object:
-    """What a kernel loads blocks from: a TMA descriptor of blocks of this size, or the tensor itself."""
-    return TensorDescriptor.from_tensor(tensor, list(block)) if tma else tensor
-
-
-def suits_tma(*tensors: Tensor) -> bool:
-    """TMA wants a base and rows that are multiples of 16 bytes."""
-    return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
-
-
-def programs(device: torch.device, tiles: int) -> int:
-    """Of a persistent kernel: one for each multiprocessor; a few in the interpreter."""
-    if device.type != "cuda":
-        return max(1, min(4, tiles))
-    return max(1, min(torch.cuda.get_device_properties(device).multi_processor_count, tiles))
+        M: tl.constexpr = tile_MN.shape[0]
+        N: tl.constexpr = tile_MN.shape[1]
+        left, right = tl.split(tl.permute(tl.reshape(tile_MN, (M, 2, N // 2)), (0, 2, 1)))
+        out = left if part == 0 else right
+    return out

@@ -1,216 +1,344 @@
-"""What the process that runs Triton's interpreter computes for `test_triton_interpreter.py`."""
+"""What runs in the interpreter's process: kernels beside a plain float64 loop over assignments.
+
+Memory that PyTorch hands out uninitialised is filled with NaN here, so that what a kernel forgets to write shows.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from moe.kernels.triton import backend, backward, forward, plan
-from moe.kernels.triton.plan import offset
 from moe.routing import Routing
-from tests.moe import oracle
+from tests.moe.helpers import make_layer, relative_error
+
+Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the kernels.
+    """A layer to compute.
 
     Attributes:
-        sizes: rows of each expert.
-        width, expert_width: D and F.
-        tokens: T; rows take them at random, the last two are taken by nobody. 0: rows are in expert order already.
-        equal: tell the kernels that all experts have as many.
-        spare: rows behind the last expert's, which nobody may look at (only without tokens).
-        weighted: with combine weights.
-        dtype: "float32" or "float16".
+        counts: rows of each expert.
+        tokens: T.
+        width, hidden: D and F.
+        dtype: of the operands.
+        weighted: there are combine weights; else all are 1.
+        ordered: rows stand in expert order already: no `token_A`.
+        uniform: expert choice: the number of rows is known to the host.
+        target: whose tiles, and whether those are loaded by descriptors.
     """
 
-    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    tokens: int = 140
     width: int = 40
-    expert_width: int = 24
-    tokens: int = 29
-    equal: bool = False
-    spare: int = 0
+    hidden: int = 24
+    dtype: torch.dtype = torch.float32
     weighted: bool = True
-    dtype: str = "float32"
-    seed: int = field(default=0, compare=False)
+    ordered: bool = False
+    uniform: bool = False
+    target: str = "interpreter"
 
 
 def start() -> None:
-    """First call of the process, which had the switch in its environment when it imported Triton."""
-    assert backend.is_interpreted()
+    """Poison uninitialised memory."""
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all() and torch.empty(2, dtype=torch.float16).isnan().all()
 
 
-def inputs(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """([x, w13, w2, weights], token of each row, end of each expert's rows)."""
-    generator = torch.Generator().manual_seed(case.seed)
-    dtype = getattr(torch, case.dtype)
-    experts, rows = len(case.sizes), sum(case.sizes)
-
-    def normal(*shape: int, std: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * std).to(dtype)
-
-    x = normal(case.tokens or rows + case.spare, case.width)
-    w13 = normal(experts, 2, case.expert_width, case.width, std=case.width**-0.5)
-    w2 = normal(experts, case.width, case.expert_width, std=case.expert_width**-0.5)
-    weight_A = torch.rand(rows + (0 if case.tokens else case.spare), generator=generator)
-    token_A = torch.randint(0, case.tokens - 2, (rows,), generator=generator) if case.tokens else None
-    if case.spare:
-        x[rows:] = torch.nan
-    return [x, w13, w2, weight_A], token_A, torch.tensor(case.sizes).cumsum(0).to(torch.int32)
+def run(job: Callable[..., Any], *args: Any) -> Any:
+    """Call a job from a random state that no earlier one has changed."""
+    torch.manual_seed(0)
+    return job(*args)
 
 
-def errors(case: Case) -> dict[str, float]:
-    """Relative error of output and gradients against a plain loop in fp64; of the interpreter on poisoned memory."""
-    assert backend.is_interpreted()
-    (x, w13, w2, weight_A), token_A, offsets_E = inputs(case)
-    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x.dtype)
-    if case.spare:
-        upstream[sum(case.sizes) :] = torch.nan
-    leaves = [t.clone().requires_grad_() for t in (x, w13, w2, weight_A)]
-    used = leaves if case.weighted else leaves[:3]
-    capacity = case.sizes[0] if case.equal else None
-    routing = Routing(token_A, offsets_E, leaves[3] if case.weighted else None, x.shape[0], capacity)
-    with poisoned():
-        out = backend.grouped_mlp_triton(*leaves[:3], routing)
-        found = [out.detach(), *torch.autograd.grad(out, used, upstream)]
-        again = backend.grouped_mlp_triton(*leaves[:3], routing)
-        repeated = [again.detach(), *torch.autograd.grad(again, used, upstream)]
-    wanted = loop(case, (x, w13, w2, weight_A), token_A, upstream)
-    names = ["out", "dx", "dw13", "dw2", "dweight"][: len(found)]
-    result = {}
-    for name, value, second, want in zip(names, found, repeated, wanted, strict=False):
-        assert torch.equal(value, second), f"{name}: a second run gave other bits"
-        norm = want.norm().item()
-        result[name] = ((value.double() - want).norm() / (norm or 1.0)).item()
-    return result
+def make(case: Case, seed: int = 0) -> tuple[Named, Routing]:
+    """Operands, an upstream gradient "dout" and a routing, the same every time."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    rows, num_experts = sum(case.counts), len(case.counts)
+    tokens = rows if case.ordered else case.tokens
+    drawn = [torch.randperm(tokens, generator=generator)[:count].sort().values for count in case.counts]
+    named = {
+        "x": normal(tokens, case.width),
+        "w13": normal(num_experts, 2, case.hidden, case.width) * 0.3,
+        "w2": normal(num_experts, case.width, case.hidden) * 0.3,
+        "weight": torch.rand(rows, generator=generator),
+        "dout": normal(tokens, case.width),
+    }
+    routing = Routing(
+        None if case.ordered else torch.cat(drawn),
+        torch.tensor(case.counts).cumsum(0).to(torch.int32),
+        named["weight"] if case.weighted else None,
+        tokens,
+        case.counts[0] if case.uniform else None,
+    )
+    return named, routing
 
 
-def loop(case: Case, given: tuple[Tensor, ...], token_A: Tensor | None, upstream: Tensor) -> list[Tensor]:
-    """Output and gradients, row by row in fp64. Rows of no expert: zeros."""
-    x, w13, w2, weight_A = (t.double().requires_grad_() for t in given)
-    expert_A = [e for e, size in enumerate(case.sizes) for _ in range(size)]
-    out = [torch.zeros(case.width, dtype=torch.float64) for _ in range(x.shape[0])]
-    for a, e in enumerate(expert_A):
-        source = a if token_A is None else int(token_A[a])
-        y = oracle.swiglu(x[source], w13[e, 0], w13[e, 1], w2[e])
-        out[source] = out[source] + (weight_A[a] if case.weighted else 1.0) * y
-    whole = torch.stack(out) if out else torch.zeros(0, case.width, dtype=torch.float64)
-    used = [x, w13, w2] + ([weight_A] if case.weighted else [])
-    if not expert_A:
-        return [whole, *(torch.zeros_like(t) for t in used)]
-    counted = len(expert_A) if token_A is None else len(out)
-    grads = torch.autograd.grad(whole[:counted], used, upstream.double()[:counted])
-    grads = [torch.where(grad.isnan(), 0.0, grad) if case.spare else grad for grad in grads]
-    return [whole.detach(), *grads]
+def plain_loop(case: Case, named: Named, routing: Routing) -> Named:
+    """Every tensor that a kernel writes, in float64, one assignment after the other."""
+    x, w13, w2, weight = (named[name].double().requires_grad_() for name in ("x", "w13", "w2", "weight"))
+    rows = sum(case.counts)
+    token_A = list(range(rows)) if routing.token_A is None else routing.token_A.tolist()
+    expert_A = [expert for expert, count in enumerate(case.counts) for _ in range(count)]
+    rows_x = [x[token].clone() for token in token_A]
+    hidden = [w13[expert].flatten(0, 1) @ row for expert, row in zip(expert_A, rows_x, strict=True)]
+    gates_ups = [row.chunk(2) for row in hidden]
+    act = [gate / (1 + (-gate).exp()) * up for gate, up in gates_ups]
+    y = [w2[expert] @ row for expert, row in zip(expert_A, act, strict=True)]
+    out = list(torch.zeros(x.shape, dtype=torch.float64))
+    for assignment, token in enumerate(token_A):
+        out[token] = out[token] + (weight[assignment] if case.weighted else 1) * y[assignment]
+    scale = weight[:, None] if case.weighted else 1
+    found: Named = {"out": torch.stack(out)}
+    inputs = [x, w13, w2] + ([weight] if case.weighted else [])
+    if rows == 0:
+        return found | {f"d{name}": torch.zeros_like(named[name].double()) for name in ("x", "w13", "w2", "weight")}
+    found |= {"hidden": torch.stack(hidden), "act": torch.stack(act), "y": torch.stack(y)}
+    found["scaled_act"] = found["act"] * scale
+    gradients = torch.autograd.grad(found["out"], [*inputs, *hidden, *rows_x], named["dout"].double())
+    found |= {f"d{name}": value for name, value in zip(("x", "w13", "w2", "weight"), gradients, strict=False)}
+    if not case.weighted:
+        del found["dweight"]
+    found["dhidden"] = torch.stack(gradients[len(inputs) : len(inputs) + rows])
+    found["drows"] = torch.stack(gradients[len(inputs) + rows :])
+    return {name: value.detach() for name, value in found.items()}
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """New memory holds NaN, or a number that is no row's and no expert's."""
-    before = torch.Tensor.new_empty, torch.empty_like, torch.empty
+def kernel_by_kernel(case: Case, named: Named, routing: Routing) -> Named:
+    """Every tensor that a kernel writes, by the kernels."""
+    from moe.kernels.permute import Combine
+    from moe.kernels.triton import backward, forward
+    from moe.kernels.triton.combine import combine
+    from moe.kernels.triton.launch import INTERPRETER, TARGETS
+    from moe.kernels.triton.plan import make_plan
+    from moe.kernels.triton.tiles import find_tiles
 
-    def poison(make: Any) -> Any:
-        def made(*args: Any, **kwargs: Any) -> Tensor:
-            tensor: Tensor = make(*args, **kwargs)
-            return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**31) + 7)
-
-        return made
-
-    torch.Tensor.new_empty, torch.empty_like, torch.empty = map(poison, before)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.new_empty, torch.empty_like, torch.empty = before  # type: ignore[method-assign]
-
-
-@triton.jit
-def product(a, b, out, N: tl.constexpr):
-    """out = a b."""
-    r = tl.arange(0, N)
-    place = r[:, None] * N + r[None, :]
-    tl.store(out + place, tl.dot(tl.load(a + place), tl.load(b + place)))
-
-
-@triton.jit
-def write_offset(index, out, STRIDE: tl.constexpr):
-    """What `offset` makes of a 32-bit number in memory."""
-    tl.store(out, offset(tl.load(index), STRIDE))
-
-
-def dot_errors() -> dict[str, float]:
-    """Largest error of `tl.dot` on 16 x 16 whole numbers from -2 to 2, by dtype."""
-    a, b = torch.randint(-2, 3, (2, 16, 16), generator=torch.Generator().manual_seed(0)).unbind(0)
-    result = {}
-    for name in ("float32", "float16", "bfloat16"):
-        out = torch.empty(16, 16)
-        product[(1,)](*(t.to(getattr(torch, name)).contiguous() for t in (a, b)), out, N=16)
-        result[name] = (out - (a @ b).float()).abs().max().item()
-    return result
-
-
-def offsets(cases: list[tuple[int, int]]) -> list[int]:
-    """What the kernels' `offset` makes of (index, stride), index being a 32-bit number."""
-    found = []
-    for index, stride in cases:
-        out = torch.zeros(1, dtype=torch.int64)
-        write_offset[(1,)](torch.tensor([index], dtype=torch.int32), out, STRIDE=stride)
-        found.append(int(out))
+    x, w13, w2, dout = named["x"], named["w13"], named["w2"], named["dout"]
+    rows, token_A, weight_A = sum(case.counts), routing.token_A, routing.weight_A
+    at = TARGETS.get(case.target, INTERPRETER)
+    tiles = find_tiles(at, case.dtype, case.width, case.hidden, rows / len(case.counts))
+    tile, plan = tiles.by_kernel, make_plan(routing.offsets_E, routing.capacity, rows, tiles.block_m)
+    found: Named = {}
+    found["hidden"], found["act"] = forward.up_fwd(x, w13, token_A, rows, plan, tile["up_fwd"], at)
+    found["y"] = forward.down_fwd(found["act"], w2, plan, tile["down_fwd"], at)
+    found["dhidden"], found["scaled_act"], dweight = backward.down_dgrad(
+        dout, w2, found["hidden"], weight_A, token_A, plan, tile["down_dgrad"], at
+    )
+    found["dw2"] = backward.dw2(dout, found["scaled_act"], token_A, plan, tile["dw2"], at)
+    found["dw13"] = backward.dw13(found["dhidden"], x, token_A, plan, tile["dw13"], at).view_as(w13)
+    found["drows"] = backward.up_dgrad(found["dhidden"], w13, plan, tile["up_dgrad"], at)
+    if dweight is not None:
+        found["dweight"] = dweight
+    if token_A is not None:
+        order = Combine.by_token(token_A, x.shape[0])
+        found["out"] = combine(found["y"], weight_A, order.order_A, order.start_T)
+        found["dx"] = combine(found["drows"], None, order.order_A, order.start_T)
     return found
 
 
-def variants(token_counts: list[int]) -> dict[str, int]:
-    """Sets of compile-time constants that each kernel is started with over so many token counts; none is run."""
-    seen: dict[str, set[str]] = {}
-    kernels = {
-        **{"up_fwd": forward.up_fwd, "rows_times": forward.rows_times, "combine": forward.combine},
-        **{"down_dgrad": backward.down_dgrad, "outer": backward.outer, "plan_tiles": plan.plan_tiles},
-    }
-    runs = {name: kernel.run for name, kernel in kernels.items()}
+def whole(named: Named, routing: Routing) -> Named:
+    """The output and the gradients of the operands, by the backend."""
+    from moe.kernels import grouped_mlp
 
-    def spy(name: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> None:
-            constants = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
-            seen.setdefault(name, set()).add(repr(sorted(constants.items())))
-
-        return run
-
-    for name, kernel in kernels.items():
-        kernel.run = spy(name)
-    for tokens in token_counts:
-        for equal in (False, True):
-            sizes = (tokens,) * 3 if equal else (tokens, 0, tokens // 2)
-            case = Case(sizes, 16, 16, tokens + 2, equal)
-            (x, w13, w2, weight_A), token_A, offsets_E = inputs(case)
-            leaves = [t.requires_grad_() for t in (x, w13, w2, weight_A)]
-            routing = Routing(token_A, offsets_E, leaves[3], x.shape[0], tokens if equal else None)
-            backend.grouped_mlp_triton(*leaves[:3], routing).sum().backward()
-    for name, kernel in kernels.items():
-        kernel.run = runs[name]
-    return {name: len(found) for name, found in seen.items()}
+    weighted = routing.weight_A is not None
+    names = ["x", "w13", "w2"] + (["weight"] if weighted else [])
+    inputs = [named[name].detach().clone().requires_grad_() for name in names]
+    routing = replace(routing, weight_A=inputs[3] if weighted else None)
+    out = grouped_mlp(*inputs[:3], routing, "triton")
+    gradients = torch.autograd.grad(out, inputs, named["dout"])
+    return {"out": out.detach()} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
 
 
-def refusal(what: str) -> str:
-    """The message for a bad input."""
-    (x, w13, w2, weight_A), token_A, offsets_E = inputs(Case((3, 2), tokens=5))
-    given = {
-        "fp64": (x.double(), w13.double(), w2.double()),
-        "mixed": (x, w13.half(), w2),
-        "strided": (x.T.contiguous().T, w13, w2),
-    }
+def errors_of_kernels(case: Case) -> dict[str, float]:
+    """How far every kernel's output is from the loop's, as a part of its largest value."""
+    named, routing = make(case)
+    return _compare(kernel_by_kernel(case, named, routing), plain_loop(case, named, routing))
+
+
+def errors_of_backend(case: Case) -> dict[str, float]:
+    """How far the backend's output and gradients are from the loop's."""
+    named, routing = make(case)
+    return _compare(whole(named, routing), plain_loop(case, named, routing))
+
+
+def sizes_of_values(case: Case) -> dict[str, float]:
+    """The sum of the absolute values of the output and of each gradient; NaN if there is one."""
+    return {name: value.abs().sum().item() for name, value in whole(*make(case)).items()}
+
+
+def changed_by_programs_and_repeats(case: Case) -> list[str]:
+    """What is not bit for bit the same when it is computed again, or by other numbers of programs."""
+    from moe.kernels.triton import launch
+
+    named, routing = make(case)
+    first, changed, before = whole(named, routing), [], launch.INTERPRETER
     try:
-        if what == "huge":  # no memory has it: only the number is looked at
-            backend.require_countable("elements of an expert's w13", 2 * 2**15 * (2**15 + 1))
-        else:
-            backend.check(*given[what], Routing(token_A, offsets_E, weight_A, 5))
+        for programs in (before.processors, 1, 5):
+            launch.INTERPRETER = replace(before, processors=programs)
+            again = whole(named, routing)
+            changed += [f"{name} by {programs}" for name in first if not first[name].equal(again[name])]
+    finally:
+        launch.INTERPRETER = before
+    return changed
+
+
+def changed_by_poison(case: Case, expert: int) -> tuple[list[str], int]:
+    """Fill an expert's weights, the tokens that only it takes and those that nobody takes with NaN.
+
+    Returns:
+        (what changed of the other experts' results: nothing may, how many tokens were poisoned).
+    """
+    named, routing = make(case)
+    assert routing.token_A is not None
+    expert_A = routing.expert_A()
+    clean_T = torch.zeros(case.tokens, dtype=torch.bool)
+    clean_T[routing.token_A[expert_A != expert]] = True
+    mixed_T = torch.zeros_like(clean_T)
+    mixed_T[routing.token_A[expert_A == expert]] = True
+    others = [e for e in range(len(case.counts)) if e != expert]
+    first = whole(named, routing)
+    poisoned = {name: value.clone() for name, value in named.items()}
+    for name in ("x", "dout"):
+        poisoned[name][~clean_T] = torch.nan
+    for name in ("w13", "w2"):
+        poisoned[name][expert] = torch.nan
+    second = whole(poisoned, routing)
+    alone_T, nobody_T = clean_T & ~mixed_T, ~clean_T & ~mixed_T
+    changed = [name for name in ("out", "dx") if not first[name][alone_T].equal(second[name][alone_T])]
+    changed += [f"{name} of nobody" for name in ("out", "dx") if second[name][nobody_T].count_nonzero()]
+    changed += [name for name in ("dw13", "dw2") if not first[name][others].equal(second[name][others])]
+    weights = expert_A != expert
+    if not first["dweight"][weights].equal(second["dweight"][weights]):
+        changed.append("dweight")
+    return changed, int((~clean_T).sum())
+
+
+def errors_of_a_layer(router: str) -> dict[str, float]:
+    """A whole mixture layer with the backend "triton" beside itself with "torch": output and every gradient."""
+    from moe.routing import RoutingContext
+
+    found: list[Named] = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        sizes = {"num_experts": 4, "expert_width": 24, "experts_per_token": 2, "group_sequences": 2, "allow_leak": True}
+        layer = make_layer(40, router=router, backend=backend, **sizes)
+        x_BSD = torch.randn(2, 12, 40, requires_grad=True)
+        out_BSD = layer(x_BSD, RoutingContext(2, 12, mode="train"))
+        out_BSD.square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        found.append({"out": out_BSD.detach(), "x": x_BSD.grad, **gradients})
+    return _compare(found[1], found[0])
+
+
+def message_of_bf16() -> str:
+    """What the backend says about bfloat16 in the interpreter."""
+    named, routing = make(Case((3, 4), dtype=torch.bfloat16))
+    try:
+        whole(named, routing)
     except ValueError as error:
         return str(error)
     return ""
+
+
+class Far(Tensor):
+    """A tensor that says it starts `before` bytes earlier than it does: the end of a large one, to a kernel."""
+
+    before = 0
+
+    def data_ptr(self) -> int:
+        """Where the large tensor would start."""
+        return super().data_ptr() - self.before
+
+
+def errors_far_from_the_start() -> dict[str, float]:
+    """Tensors of more than 2^31 elements, of which kernels read and write one expert and some rows at the end.
+
+    The tensors do not exist: pointers are moved back by what lies before, which nothing may touch. Weight gradients are
+    left out, as they are written for every expert.
+    """
+    from moe.kernels.triton import backward, combine, forward, launch
+    from moe.kernels.triton.plan import Plan
+    from moe.kernels.triton.tiles import find_tiles
+
+    case = Case((20,), tokens=20, width=37, hidden=19)  # no descriptors
+    named, routing = make(case)
+    x, w13, w2, dout, weight_A = (named[name] for name in ("x", "w13", "w2", "dout", "weight"))
+    expected, at = plain_loop(case, named, routing), launch.INTERPRETER
+    tile = find_tiles(at, case.dtype, case.width, case.hidden, 20).by_kernel
+    expert, first = 2**31 // (case.width * case.hidden) + 5, 2**31 // case.hidden + 5
+    by_expert, not_moved = {"w13", "w2", "weight", "offsets_ptr"}, {"tiles_ptr", "count_ptr", "order_ptr", "start_ptr"}
+
+    def launch_far(name: str, kernel: object, grid: tuple[int, ...], warps: int, stages: int, **given: object) -> None:
+        for key, value in given.items():
+            if isinstance(value, Tensor) and key not in not_moved and (name, key) != ("combine", "out_ptr"):
+                before = (expert if key in by_expert else first) * value[0].nbytes
+                given[key] = value.as_subclass(type("Far", (Far,), {"before": before}))
+        launch.launch(name, kernel, grid, warps, stages, **given)
+
+    plan = Plan(
+        torch.tensor([first + 20], dtype=torch.int32),
+        capacity=0,
+        block_m=32,
+        bound=1,
+        tiles_N2=torch.tensor([[expert, first]], dtype=torch.int32),
+        count_1=torch.ones(1, dtype=torch.int32),
+    )
+    assert routing.token_A is not None
+    token_A, found = routing.token_A + first, {}
+    modules = (forward, backward, combine)
+    try:
+        for module in modules:
+            module.launch = launch_far
+        found["hidden"], found["act"] = forward.up_fwd(x, w13, token_A, 20, plan, tile["up_fwd"], at)
+        found["y"] = forward.down_fwd(found["act"], w2, plan, tile["down_fwd"], at)
+        found["dhidden"], found["scaled_act"], found["dweight"] = backward.down_dgrad(
+            dout, w2, found["hidden"], weight_A, token_A, plan, tile["down_dgrad"], at
+        )
+        found["drows"] = backward.up_dgrad(found["dhidden"], w13, plan, tile["up_dgrad"], at)
+        order_A = routing.token_A.argsort() + first
+        found["out"] = combine.combine(found["y"], weight_A, order_A, torch.arange(20))
+    finally:
+        for module in modules:
+            module.launch = launch.launch
+    return _compare(found, expected)
+
+
+def _compare(found: Named, expected: Named) -> dict[str, float]:
+    assert found.keys() <= expected.keys()
+    return {name: relative_error(value, expected[name]) if value.numel() else 0.0 for name, value in found.items()}
+
+
+def sizes_behind_the_last_expert(spare: int) -> dict[str, float]:
+    """Rows that belong to nobody, NaN in them and in their gradient: what comes out there, and all errors."""
+    from moe.kernels.triton.backend import grouped_mlp_triton
+
+    case = Case((1, 0, 5), ordered=True)
+    named, routing = make(case)
+    rows = sum(case.counts)
+    leaves = {name: named[name].clone() for name in ("x", "w13", "w2", "weight")}
+    for name in ("x", "weight"):
+        filler = torch.full((spare, *leaves[name].shape[1:]), torch.nan)
+        leaves[name] = torch.cat([leaves[name], filler])
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    longer = replace(routing, weight_A=leaves["weight"], num_tokens=rows + spare)
+    out = grouped_mlp_triton(leaves["x"], leaves["w13"], leaves["w2"], longer)
+    dout = torch.cat([named["dout"], torch.full((spare, case.width), torch.nan)])
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+    wanted = plain_loop(case, named, routing)
+    found = {"behind": max(t[rows:].abs().max().item() for t in (out, gradients[0], gradients[3]))}
+    found["out"] = relative_error(out[:rows].detach(), wanted["out"])
+    for name, gradient in zip(leaves, gradients, strict=True):
+        own = gradient[:rows] if name in ("x", "weight") else gradient
+        found[f"d{name}"] = relative_error(own, wanted[f"d{name}"])
+    return found

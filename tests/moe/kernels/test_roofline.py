@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moe.kernels.roofline import GPU, Shape, bounds, passes
-from moe.kernels.tile import Tile
+from moe.kernels.triton.tiles import Tile
 
-TILES = {kernel: Tile(16, 16, 16) for kernel in ("up_fwd", "down_fwd", "down_dgrad", "up_dgrad", "dw2", "dw13")}
+TILES = {kernel: Tile(16, 16, 16, 4, 2) for kernel in ("up_fwd", "down_fwd", "down_dgrad", "up_dgrad", "dw2", "dw13")}
 
 
 def by_kernel(shape: Shape, gpu: GPU) -> dict[str, object]:
