@@ -204,9 +204,9 @@ class MoEConfig:
     """Weight of the router z-loss, mean over tokens, summed over layers."""
     orthogonality_coefficient: float = 0.0
     """Weight of the distance of the router's rows from orthonormal ones."""
-    backend: Literal["auto", "reference", "torch", "triton"] = "auto"
-    """Implementation of the experts: `auto` takes triton on GPUs and torch elsewhere; `reference` is a plain loop for
-    tests."""
+    backend: Literal["auto", "reference", "torch", "triton", "megablocks"] = "auto"
+    """Implementation of the experts: `auto` takes triton on GPUs and torch elsewhere; `megablocks` needs its packages;
+    `reference` is a plain loop for tests (docs/kernels.md)."""
 
     @property
     def is_moe(self) -> bool:

@@ -23,10 +23,17 @@ def _triton(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) ->
     return grouped_mlp_triton(x_TD, w13_E2FD, w2_EDF, routing)
 
 
+def _megablocks(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
+    from moe.kernels.megablocks_backend import grouped_mlp_megablocks
+
+    return grouped_mlp_megablocks(x_TD, w13_E2FD, w2_EDF, routing)
+
+
 BACKENDS: dict[str, GroupedMLP] = {
     "reference": grouped_mlp_reference,
     "torch": grouped_mlp_torch,
     "triton": _triton,
+    "megablocks": _megablocks,
 }
 
 
@@ -68,6 +75,10 @@ def choose_backend(backend: str, device_type: str) -> str:
                 f'moe.backend = "triton" needs a GPU, and this is {device_type}: use "torch" (or TRITON_INTERPRET=1 '
                 "in the environment, to follow the kernels slowly in Triton's interpreter)"
             )
+    if backend == "megablocks":
+        from moe.kernels.megablocks_backend import require_device
+
+        require_device([device_type])
     return backend
 
 

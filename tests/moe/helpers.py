@@ -16,6 +16,8 @@ from moe.routers import build_router
 from moe.routers.base import Router
 from moe.routing import Decision, Routing, RoutingContext
 
+# Those of `moe.kernels.BACKENDS` that run anywhere; the others need a GPU or a package, and have tests of their own.
+CPU_BACKENDS = ("reference", "torch")
 SMALL = ModelConfig(vocabulary_size=37, width=24, layers=3, heads=3, kv_heads=1, tie_embeddings=False)
 
 

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from moe.config import ConfigError
-from moe.kernels import BACKENDS, choose_backend, grouped_mlp
+from moe.kernels import choose_backend, grouped_mlp
 from moe.routing import Routing
 from tests.moe import oracle
-from tests.moe.helpers import relative_error, routing_from_mask
+from tests.moe.helpers import CPU_BACKENDS, relative_error, routing_from_mask
 
 D, E, F = 24, 5, 16
-# The others need a GPU; their kernels are tested in tests/moe/kernels.
-ON_CPU = [name for name in sorted(BACKENDS) if name in ("reference", "torch")]
 
 
 def experts() -> tuple[Tensor, Tensor]:
@@ -28,7 +26,7 @@ def ordered(counts: list[int], weighted: bool, capacity: int | None) -> Routing:
     return Routing(None, offsets_E, weight_A, sum(counts), capacity)
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("counts", "capacity"), [([3, 0, 4, 1, 0], None), ([0, 0, 0, 0, 7], None), ([3] * 5, 3)])
 def test_rows_in_expert_order_keep_their_order(
@@ -95,7 +93,7 @@ def test_known_and_unknown_capacity_agree() -> None:
         assert relative_error(ragged, static) < 1e-6
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_repeats_are_bit_equal(backend: str) -> None:
     """A token in several experts is summed in a fixed order: three runs, forward and backward, are identical."""
     mask_TE = torch.rand(40, E) > 0.4
@@ -109,7 +107,7 @@ def test_repeats_are_bit_equal(backend: str) -> None:
         assert all(a.equal(b) for a, b in zip(runs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_a_summed_output_is_backpropagated_like_any_other(backend: str) -> None:
     """`y.sum()` hands back an expanded gradient, which some kernels refuse."""
     mask_TE = torch.rand(11, E) > 0.5
@@ -133,7 +131,7 @@ def test_a_routing_knows_its_experts() -> None:
     assert routing.assigned_TE().equal(mask_TE)
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize(
     ("width", "hidden", "dtype", "tolerance"),
     [
