@@ -15,6 +15,8 @@ from torch import Tensor
 from moe.kernels.permute import Combine
 from moe.routing import Routing
 
+CACHE_BYTES = 1 << 19  # of pre-activations: with what is made of them, a second-level cache or two
+
 
 def grouped_mlp_torch(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
     """See `moe.kernels.grouped_mlp`."""
@@ -72,6 +74,61 @@ class Groups:
         return self.offsets_E.diff(prepend=self.offsets_E.new_zeros(1)).tolist()
 
 
+def swiglu(hidden_AH: Tensor) -> Tensor:
+    """silu(gate) * up: (A, 2F) -> (A, F)."""
+    act_AF = hidden_AH.new_empty(hidden_AH.shape[0], hidden_AH.shape[1] // 2)
+    for hidden, act in zip(*_blocks(hidden_AH, act_AF), strict=True):
+        gate, up = hidden.chunk(2, dim=1)
+        act.copy_(F.silu(gate).mul_(up))
+    return act_AF
+
+
+def swiglu_backward(
+    hidden_AH: Tensor, dact_AF: Tensor, weight_A: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Back through the activation, which is made again.
+
+    Args:
+        hidden_AH: (A, 2F) gate and up.
+        dact_AF: gradient of the activation, before the combine weight; overwritten.
+        weight_A: combine weights.
+
+    Returns:
+        (weighted activations, gradient of `hidden_AH`, gradient of the weights).
+    """
+    act_AF, dhidden_AH = torch.empty_like(dact_AF), torch.empty_like(hidden_AH)
+    dweight_A = None
+    if weight_A is not None:
+        dweight_A = weight_A.new_empty(weight_A.shape, dtype=torch.promote_types(dact_AF.dtype, torch.float32))
+    for place, (hidden, dact, act, dhidden) in enumerate(
+        zip(*_blocks(hidden_AH, dact_AF, act_AF, dhidden_AH), strict=True)
+    ):
+        gate, up = hidden.chunk(2, dim=1)
+        silu = F.silu(gate)
+        act.copy_(silu * up)
+        if weight_A is not None and dweight_A is not None:
+            rows = slice(place * _block_rows(hidden_AH), place * _block_rows(hidden_AH) + len(hidden))
+            dweight_A[rows] = (dact * act).sum(1, dtype=dweight_A.dtype)
+            scale = weight_A[rows].to(act.dtype)[:, None]
+            act *= scale
+            dact *= scale
+        dgate, dup = dhidden.chunk(2, dim=1)
+        dup.copy_(dact * silu)
+        dgate.copy_(torch.ops.aten.silu_backward(dact.mul_(up), gate))
+    return act_AF, dhidden_AH, None if weight_A is None or dweight_A is None else dweight_A.to(weight_A.dtype)
+
+
+def _blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    return [tensor.split(_block_rows(tensors[0])) for tensor in tensors]
+
+
+def _block_rows(hidden_AH: Tensor) -> int:
+    """Rows that stay in a CPU's cache from one elementwise pass to the next; elsewhere, and compiled, all of them."""
+    if hidden_AH.device.type != "cpu" or torch.compiler.is_compiling():
+        return max(1, hidden_AH.shape[0])
+    return max(16, CACHE_BYTES // (hidden_AH.shape[1] * hidden_AH.element_size()))
+
+
 def _suits_grouped_mm(*operands: Tensor) -> bool:
     return all(
         operand.dtype != torch.float64
@@ -99,8 +156,7 @@ class _GroupedMLP(torch.autograd.Function):
         combine = None if token_A is None else Combine.by_token(token_A, x_TD.shape[0])
         rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
         hidden_AH = groups.rows_times(rows_AD, w13_E2FD.flatten(1, 2).transpose(1, 2))
-        gate_AF, up_AF = hidden_AH.chunk(2, dim=1)
-        out_AD = groups.rows_times(F.silu(gate_AF).mul_(up_AF), w2_EDF.transpose(1, 2))
+        out_AD = groups.rows_times(swiglu(hidden_AH), w2_EDF.transpose(1, 2))
         # Every tensor goes through save_for_backward, so that recompute and offload hooks see one consistent set.
         order = (None, None) if combine is None else (combine.order_A, combine.start_T)
         ctx.save_for_backward(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, *order, hidden_AH)
@@ -118,25 +174,10 @@ class _GroupedMLP(torch.autograd.Function):
         rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
         # grouped_mm refuses expanded gradients, as those of a plain sum are.
         dout_AD = dy_TD.contiguous() if token_A is None else dy_TD.index_select(0, token_A)
-        gate_AF, up_AF = hidden_AH.chunk(2, dim=1)
-        silu_AF = F.silu(gate_AF)
-        act_AF = silu_AF * up_AF
-
         # <dout, out> = <dout W2, act>: the weight's gradient needs no second look at the outputs.
         dact_AF = groups.rows_times(dout_AD, w2_EDF)
-        dweight_A = None
-        if weight_A is not None:
-            dweight_A = (dact_AF * act_AF).sum(1, dtype=torch.promote_types(dact_AF.dtype, torch.float32))
-            dweight_A = dweight_A.to(weight_A.dtype)
-            scale_A1 = weight_A.to(act_AF.dtype)[:, None]
-            act_AF *= scale_A1
-            dact_AF *= scale_A1
+        act_AF, dhidden_AH, dweight_A = swiglu_backward(hidden_AH, dact_AF, weight_A)
         dw2_EDF = groups.outer(dout_AD, act_AF)
-
-        dhidden_AH = torch.empty_like(hidden_AH)
-        dgate_AF, dup_AF = dhidden_AH.chunk(2, dim=1)
-        dup_AF.copy_(dact_AF).mul_(silu_AF)
-        dgate_AF.copy_(torch.ops.aten.silu_backward(dact_AF.mul_(up_AF), gate_AF))
         dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
         drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
         dx_TD = drows_AD if combine is None else combine(drows_AD)
