@@ -38,6 +38,7 @@ SHORTENED = {
     "ablations.planted": ["--routers", "token_choice", "--kinds", "id", "--seeds", "1", "--steps", "3"],
     "benchmarks.routing": ["--repeats", "1", "--tokens", "64", "--width", "16"],
     "benchmarks.telemetry": ["--repeats", "1"],
+    "benchmarks.kernels": ["--repeats", "1", "--shapes", "4x16x16x32"],
     "benchmarks.train_step --peer": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
     "benchmarks.train_step": ["--repeats", "1", "--model.layers", "1", "--model.width", "64"],
 }
