@@ -54,6 +54,17 @@ def inverse_order(order_A: Tensor) -> Tensor:
     return torch.empty_like(order_A).scatter_(0, order_A, index_A)
 
 
+def clear_behind(rows_AX: Tensor, offsets_E: Tensor) -> None:
+    """Put zeros into the rows behind the last expert's.
+
+    A dispatcher may hand over more rows than it used. Products neither read nor write those, and in memory that was
+    used before there may be NaN. The device compares; nothing waits for a number.
+    """
+    row_A = torch.arange(rows_AX.shape[0], device=rows_AX.device)
+    behind_A = row_A >= offsets_E[-1]
+    rows_AX.masked_fill_(behind_A.view(-1, *[1] * (rows_AX.dim() - 1)), 0)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_A: Tensor, order_A: Tensor, start_T: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.permute import Combine
+from moe.kernels.permute import Combine, clear_behind
 from moe.routing import Routing
 
 CACHE_BYTES = 1 << 19  # of pre-activations: with what is made of them, a second-level cache or two
@@ -20,18 +20,9 @@ CACHE_BYTES = 1 << 19  # of pre-activations: with what is made of them, a second
 
 def grouped_mlp_torch(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing) -> Tensor:
     """See `moe.kernels.grouped_mlp`."""
-    offsets_E, weight_A, token_A, capacity = routing.offsets_E, routing.weight_A, routing.token_A, routing.capacity
-    rows = x_TD.shape[0]
-    if token_A is not None or capacity is not None:
-        used = rows if token_A is not None else offsets_E.shape[0] * (capacity or 0)
-    else:
-        used = int(offsets_E[-1])
-    if used == rows:
-        return _GroupedMLP.apply(x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, capacity)
-    # Behind the last expert's rows grouped_mm neither reads nor writes, and in memory used before there may be NaN.
-    weight_A = None if weight_A is None else weight_A[:used]
-    out_AD = _GroupedMLP.apply(x_TD[:used], w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, capacity)
-    return F.pad(out_AD, (0, 0, 0, rows - used))
+    return _GroupedMLP.apply(
+        x_TD, w13_E2FD, w2_EDF, routing.weight_A, routing.token_A, routing.offsets_E, routing.capacity
+    )
 
 
 class Groups:
@@ -50,9 +41,12 @@ class Groups:
         if self.capacity is None:
             if _suits_grouped_mm(rows_AX, weight_EXY):
                 return F.grouped_mm(rows_AX, weight_EXY, offs=self.offsets_E)
-            runs = rows_AX.split(self._run_lengths())
+            lengths = self._run_lengths()
+            used = sum(lengths)
+            runs = rows_AX[:used].split(lengths)
             # unbind, not w[e]: one view each, and no search through the experts.
-            return torch.cat([run @ weight for run, weight in zip(runs, weight_EXY.unbind(0), strict=True)])
+            products = torch.cat([run @ weight for run, weight in zip(runs, weight_EXY.unbind(0), strict=True)])
+            return F.pad(products, (0, 0, 0, rows_AX.shape[0] - used))
         rows_ECX = rows_AX.view(self.num_experts, self.capacity, -1)
         out_AY = rows_AX.new_empty(rows_AX.shape[0], weight_EXY.shape[2])
         # Into place: what leaves the experts' module must not be a view, or FSDP2 cannot hook its backward safely.
@@ -65,7 +59,8 @@ class Groups:
             if _suits_grouped_mm(left_AX, right_AY):
                 return F.grouped_mm(left_AX.T, right_AY, offs=self.offsets_E)
             lengths = self._run_lengths()
-            pairs = zip(left_AX.split(lengths), right_AY.split(lengths), strict=True)
+            used = sum(lengths)
+            pairs = zip(left_AX[:used].split(lengths), right_AY[:used].split(lengths), strict=True)
             return torch.stack([left.T @ right for left, right in pairs])
         left_EXC = left_AX.view(self.num_experts, self.capacity, -1).transpose(1, 2)
         return torch.bmm(left_EXC, right_AY.view(self.num_experts, self.capacity, -1))
@@ -163,7 +158,10 @@ class _GroupedMLP(torch.autograd.Function):
         ctx.capacity = capacity
         if combine is not None:
             return combine(out_AD, weight_A)
-        return out_AD if weight_A is None else out_AD * weight_A.to(out_AD.dtype)[:, None]
+        out_AD = out_AD if weight_A is None else out_AD * weight_A.to(out_AD.dtype)[:, None]
+        if capacity is None:
+            clear_behind(out_AD, offsets_E)
+        return out_AD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -181,4 +179,8 @@ class _GroupedMLP(torch.autograd.Function):
         dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
         drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
         dx_TD = drows_AD if combine is None else combine(drows_AD)
+        if combine is None and ctx.capacity is None:
+            clear_behind(dx_TD, offsets_E)
+            if dweight_A is not None:
+                clear_behind(dweight_A, offsets_E)
         return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.permute import Combine
+from moe.kernels.permute import Combine, clear_behind
 from moe.kernels.triton.backward import down_dgrad, dw2, dw13, up_dgrad
 from moe.kernels.triton.combine import combine
 from moe.kernels.triton.forward import down_fwd, up_fwd
@@ -80,14 +80,6 @@ def check(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing, targ
         )
 
 
-def _clear_behind(rows_AX: Tensor | None, offsets_E: Tensor) -> None:
-    """Zeros in the rows that no expert has: a dispatcher may hand over more than it used, and nothing wrote them."""
-    if rows_AX is not None:
-        row_A = torch.arange(rows_AX.shape[0], device=rows_AX.device)
-        behind_A = row_A >= offsets_E[-1]  # compared on the device: nothing waits
-        rows_AX.masked_fill_(behind_A.view(-1, *[1] * (rows_AX.dim() - 1)), 0)
-
-
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,7 +112,7 @@ class _GroupedMLP(torch.autograd.Function):
             return combine(out_AD, weight_A, order.order_A, order.start_T)
         if weight_A is not None:
             out_AD.mul_(weight_A.to(out_AD.dtype)[:, None])
-        _clear_behind(out_AD, offsets_E)
+        clear_behind(out_AD, offsets_E)
         return out_AD
 
     @staticmethod
@@ -143,8 +135,9 @@ class _GroupedMLP(torch.autograd.Function):
         if order_A is not None:
             dx_TD = combine(dx_TD, None, order_A, start_T)
         else:
-            for rows in (dx_TD, dweight_A):
-                _clear_behind(rows, offsets_E)
+            clear_behind(dx_TD, offsets_E)
+            if dweight_A is not None:
+                clear_behind(dweight_A, offsets_E)
         if weight_A is not None and dweight_A is not None:
             dweight_A = dweight_A.to(weight_A.dtype)
         return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None, None, None
