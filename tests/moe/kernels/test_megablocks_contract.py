@@ -80,6 +80,7 @@ MASKS = {
     "top-2": (lambda: top_k(2), None, THEIRS),
     "top-2 of three experts": (two_of_three_experts, None, THEIRS),
     "all experts": (lambda: torch.ones(T, E, dtype=torch.bool), None, THEIRS),
+    "all experts, known capacity": (lambda: torch.ones(T, E, dtype=torch.bool), T, OWN),
     "all in one expert": (one_expert, None, OWN),
     "two experts on average": (two_on_average, None, OWN),
     "expert choice": (equal_groups, 4, OWN),
