@@ -31,7 +31,7 @@ from moe.routing import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Shape of one layer's call; `capacity` says that expert choice made it, with equal groups."""
+    """Shape of one layer's call; `equal` says that expert choice made it, with equal groups."""
 
     name: str
     tokens: int
@@ -52,11 +52,13 @@ class Layer:
         return 6.0 * self.rows * self.width * self.expert_width
 
 
-QWEN = Layer("Qwen3-30B-A3B, token choice", 32768, 2048, 768, 128, 8)
+# Layers of published models.
+QWEN = Layer("Qwen3-30B-A3B", 32768, 2048, 768, 128, 8)
+MIXTRAL = Layer("Mixtral 8x7B", 32768, 4096, 14336, 8, 2)
 SPEED = (
-    QWEN,
-    dataclasses.replace(QWEN, name="Qwen3-30B-A3B, expert choice", equal=True),
-    Layer("Mixtral 8x7B, token choice", 32768, 4096, 14336, 8, 2),
+    dataclasses.replace(QWEN, name=f"{QWEN.name}, token choice"),
+    dataclasses.replace(QWEN, name=f"{QWEN.name}, expert choice", equal=True),
+    dataclasses.replace(MIXTRAL, name=f"{MIXTRAL.name}, token choice"),
 )
 CORRECTNESS = (
     Layer("ragged", 1000, 512, 384, 16, 2),
@@ -255,20 +257,17 @@ def training(corpus: str, device: str) -> dict[str, Any]:
     flags = ["--training.steps", "4", "--training.warmup-steps", "1", "--training.precision", "bf16"]
     config = load_config(["configs/quickstart.toml", *flags, "--data.corpus", corpus], "benchmarks.gpu")
     losses: dict[str, Any] = {}
-    for name, where, compiled in (
-        ("cpu", "cpu", False),
-        (device, device, False),
-        (f"{device}, compiled", device, True),
-    ):
+    runs = {"cpu": ("cpu", False), device: (device, False), f"{device}, compiled": (device, True)}
+    for name, (where, compiled) in runs.items():
         engine = build_engine(config, 1, torch.device(where))
         for block in engine.models[0].blocks.values() if compiled else ():
             block.compile()
-        losses[name] = _steps(engine, config, torch.device(where))
+        losses[name] = _steps(engine, config)
     worst = max(abs(a - b) / a for a, b in zip(losses["cpu"], losses[device], strict=True))
     return {"losses": losses, "largest_relative_difference": worst}
 
 
-def _steps(engine: Any, config: Any, device: torch.device) -> list[float]:
+def _steps(engine: Any, config: Any) -> list[float]:
     from data.batches import Batches
     from data.corpus import Corpus
     from training.optimizer import build_optimizer

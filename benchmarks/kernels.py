@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.gpu import MIXTRAL, QWEN
 from eval.command import run_command
 from moe.kernels import grouped_mlp
 from moe.kernels.roofline import Bound, bounds, passes
@@ -33,8 +34,6 @@ from training.device import keep_freed_memory
 
 SHAPES = ("8x512x1024x4096", "64x512x256x4096")
 WARM_UP = 3
-# Layers of published models: tokens, width, expert width, experts, experts a token.
-MODELS = {"Qwen3-30B-A3B": (32768, 2048, 768, 128, 8), "Mixtral 8x7B": (32768, 4096, 14336, 8, 2)}
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,9 @@ def main() -> None:
     results = []
     console = Console() if sys.stdout.isatty() else Console(width=140)
     table = Table(title=f"forward + backward, ms: median (range) of {options.repeats} rounds", title_justify="left")
-    columns = (
-        "experts",
-        "D",
-        "F",
-        "rows",
-        "",
-        "groups",
-        "products",
-        "experts",
-        "ratio",
-        "with weights read and written",
-    )
-    for column in (*columns, "dense SwiGLU", "grouped_mm alone", "and gather, combine"):
+    columns = ["experts", "D", "F", "rows", "", "groups", "products", "experts", "ratio"]
+    columns += ["with weights read and written", "dense SwiGLU", "grouped_mm alone", "and gather, combine"]
+    for column in columns:
         table.add_column(column)
     for shape in shapes:
         for precision in options.precisions:
@@ -123,13 +112,13 @@ def main() -> None:
 
 def print_model(console: Console) -> None:
     """The bounds of each kernel on an H200, at the shapes of published models."""
-    for name, (tokens, width, expert_width, experts, per_token) in MODELS.items():
-        shape = LayerShape.balanced(tokens, width, expert_width, experts, per_token)
-        tiles = find_tiles("sm_90", torch.bfloat16, width, expert_width, shape.rows_E[0])
+    for layer in (QWEN, MIXTRAL):
+        shape = LayerShape.balanced(layer.tokens, layer.width, layer.expert_width, layer.experts, layer.per_token)
+        tiles = find_tiles("sm_90", torch.bfloat16, layer.width, layer.expert_width, shape.rows_E[0])
         found = bounds(shape, tiles.by_kernel)
         table = Table(
-            title=f"{name}: {tokens:,} tokens, D {width}, F {expert_width}, {experts} experts, {per_token} a token; "
-            "bf16, least time on an H200",
+            title=f"{layer.name}: {layer.tokens:,} tokens, D {layer.width}, F {layer.expert_width}, {layer.experts} "
+            f"experts, {layer.per_token} a token; bf16, least time on an H200",
             title_justify="left",
         )
         for column in ("kernel", "TFLOP", "GB moved", "ms", "limited by", "TFLOP/s"):

@@ -1,8 +1,8 @@
 """Measure tile shapes of the Triton kernels on this GPU, and write the best: `python -m benchmarks.tune --out FILE`.
 
 Every candidate is compiled first; one that spills or has no room is not run. The others take turns on one layer's
-call. The file has the form of `moe/kernels/triton/tiles.json`, with rules for this GPU before
-its others: look at it, then copy it.
+call. The file has the form of `moe/kernels/triton/tiles.json`, with rules for this GPU before its others: look at it,
+then copy it.
 """
 
 from __future__ import annotations

@@ -231,9 +231,8 @@ def micro_batch_sequences(
 
 def _fewer_parts(layout: Layout, batch: int, group: int) -> str:
     """The advice to start fewer processes, where that helps."""
-    fitting = [d for d in range(1, layout.data) if batch % (d * group) == 0]
-    each = layout.world // layout.data
-    fitting = [d for d in fitting if d * layout.tensor % (layout.expert * layout.expert_tensor) == 0]
+    each, experts = layout.world // layout.data, layout.expert * layout.expert_tensor
+    fitting = [d for d in range(1, layout.data) if batch % (d * group) == 0 and d * layout.tensor % experts == 0]
     return f", or start {max(fitting) * each} processes" if fitting else ""
 
 

@@ -54,15 +54,23 @@ def inverse_order(order_A: Tensor) -> Tensor:
     return torch.empty_like(order_A).scatter_(0, order_A, index_A)
 
 
-def clear_behind(rows_AX: Tensor, offsets_E: Tensor) -> None:
+def clear_behind(offsets_E: Tensor, capacity: int | None, *rows: Tensor | None) -> None:
     """Put zeros into the rows behind the last expert's.
 
     A dispatcher may hand over more rows than it used. Products neither read nor write those, and in memory that was
     used before there may be NaN. The device compares; nothing waits for a number.
+
+    Args:
+        offsets_E: int32 end of each expert's rows.
+        capacity: rows of every expert, where all have the same: then there are none behind.
+        *rows: (A, ...) each, changed in place.
     """
-    row_A = torch.arange(rows_AX.shape[0], device=rows_AX.device)
-    behind_A = row_A >= offsets_E[-1]
-    rows_AX.masked_fill_(behind_A.view(-1, *[1] * (rows_AX.dim() - 1)), 0)
+    if capacity is not None:
+        return
+    given = [tensor for tensor in rows if tensor is not None]
+    behind_A = torch.arange(given[0].shape[0], device=offsets_E.device) >= offsets_E[-1]
+    for tensor in given:
+        tensor.masked_fill_(behind_A.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
 class _Gather(torch.autograd.Function):

@@ -72,9 +72,9 @@ class Groups:
 def swiglu(hidden_AH: Tensor) -> Tensor:
     """silu(gate) * up: (A, 2F) -> (A, F)."""
     act_AF = hidden_AH.new_empty(hidden_AH.shape[0], hidden_AH.shape[1] // 2)
-    for hidden, act in zip(*_blocks(hidden_AH, act_AF), strict=True):
-        gate, up = hidden.chunk(2, dim=1)
-        act.copy_(F.silu(gate).mul_(up))
+    for block in _blocks(hidden_AH):
+        gate, up = hidden_AH[block].chunk(2, dim=1)
+        act_AF[block].copy_(F.silu(gate).mul_(up))
     return act_AF
 
 
@@ -95,33 +95,29 @@ def swiglu_backward(
     dweight_A = None
     if weight_A is not None:
         dweight_A = weight_A.new_empty(weight_A.shape, dtype=torch.promote_types(dact_AF.dtype, torch.float32))
-    for place, (hidden, dact, act, dhidden) in enumerate(
-        zip(*_blocks(hidden_AH, dact_AF, act_AF, dhidden_AH), strict=True)
-    ):
-        gate, up = hidden.chunk(2, dim=1)
+    for block in _blocks(hidden_AH):
+        gate, up = hidden_AH[block].chunk(2, dim=1)
+        dact, act = dact_AF[block], act_AF[block]
         silu = F.silu(gate)
         act.copy_(silu * up)
         if weight_A is not None and dweight_A is not None:
-            rows = slice(place * _block_rows(hidden_AH), place * _block_rows(hidden_AH) + len(hidden))
-            dweight_A[rows] = (dact * act).sum(1, dtype=dweight_A.dtype)
-            scale = weight_A[rows].to(act.dtype)[:, None]
+            dweight_A[block] = (dact * act).sum(1, dtype=dweight_A.dtype)
+            scale = weight_A[block].to(act.dtype)[:, None]
             act *= scale
             dact *= scale
-        dgate, dup = dhidden.chunk(2, dim=1)
+        dgate, dup = dhidden_AH[block].chunk(2, dim=1)
         dup.copy_(dact * silu)
         dgate.copy_(torch.ops.aten.silu_backward(dact.mul_(up), gate))
     return act_AF, dhidden_AH, None if weight_A is None or dweight_A is None else dweight_A.to(weight_A.dtype)
 
 
-def _blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return [tensor.split(_block_rows(tensors[0])) for tensor in tensors]
-
-
-def _block_rows(hidden_AH: Tensor) -> int:
-    """Rows that stay in a CPU's cache from one elementwise pass to the next; elsewhere, and compiled, all of them."""
+def _blocks(hidden_AH: Tensor) -> list[slice]:
+    """Rows that stay in a CPU's cache from one elementwise pass to the next; elsewhere, and compiled, all at once."""
     if hidden_AH.device.type != "cpu" or torch.compiler.is_compiling():
-        return max(1, hidden_AH.shape[0])
-    return max(16, CACHE_BYTES // (hidden_AH.shape[1] * hidden_AH.element_size()))
+        return [slice(None)]
+    rows, width = hidden_AH.shape
+    size = max(16, CACHE_BYTES // (width * hidden_AH.element_size()))
+    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def _suits_grouped_mm(*operands: Tensor) -> bool:
@@ -159,8 +155,7 @@ class _GroupedMLP(torch.autograd.Function):
         if combine is not None:
             return combine(out_AD, weight_A)
         out_AD = out_AD if weight_A is None else out_AD * weight_A.to(out_AD.dtype)[:, None]
-        if capacity is None:
-            clear_behind(out_AD, offsets_E)
+        clear_behind(offsets_E, capacity, out_AD)
         return out_AD
 
     @staticmethod
@@ -179,8 +174,6 @@ class _GroupedMLP(torch.autograd.Function):
         dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
         drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
         dx_TD = drows_AD if combine is None else combine(drows_AD)
-        if combine is None and ctx.capacity is None:
-            clear_behind(dx_TD, offsets_E)
-            if dweight_A is not None:
-                clear_behind(dweight_A, offsets_E)
+        if combine is None:
+            clear_behind(offsets_E, ctx.capacity, dx_TD, dweight_A)
         return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None

@@ -112,7 +112,7 @@ class _GroupedMLP(torch.autograd.Function):
             return combine(out_AD, weight_A, order.order_A, order.start_T)
         if weight_A is not None:
             out_AD.mul_(weight_A.to(out_AD.dtype)[:, None])
-        clear_behind(out_AD, offsets_E)
+        clear_behind(offsets_E, capacity, out_AD)
         return out_AD
 
     @staticmethod
@@ -135,9 +135,7 @@ class _GroupedMLP(torch.autograd.Function):
         if order_A is not None:
             dx_TD = combine(dx_TD, None, order_A, start_T)
         else:
-            clear_behind(dx_TD, offsets_E)
-            if dweight_A is not None:
-                clear_behind(dweight_A, offsets_E)
+            clear_behind(offsets_E, plan.capacity or None, dx_TD, dweight_A)
         if weight_A is not None and dweight_A is not None:
             dweight_A = dweight_A.to(weight_A.dtype)
         return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None, None, None
