@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+TESTS_READY := $(VENV)/.installed-for-tests
 CORPUS := corpora/default
 
 .PHONY: train test test-all lint format setup
@@ -18,12 +19,12 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest
 
-lint: setup
+lint: $(TESTS_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup
+format: $(TESTS_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -33,5 +34,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): about two minutes the first time"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,corpus]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[corpus]'
 	touch $(READY)
+
+# The tests also compare with transformers and the evaluation harness, and execute the notebooks.
+$(TESTS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,corpus]'
+	touch $(TESTS_READY)
