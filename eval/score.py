@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("limit", "tokens"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name} is {getattr(options, name)}; allowed are 1 and above")
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     run, against = Run.open(options.run), [Run.open(folder) for folder in options.against]
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     names = options.tasks or ([] if options.requests else list(BUILT_IN))

@@ -22,8 +22,8 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     rows = []
     for name, task in report["tasks"].items():
         parts = task["domains"]
-        rows += [_row(f"{name}: {domain}", part) for domain, part in parts.items()]
         rows.append(_row(f"all {name}" if parts else name, task["all"]))
+        rows += [_row(f"  {domain}", part) for domain, part in parts.items()]
     return Table(
         f"Tasks, causal routing: {report['run']} at step {report['step']:,}",
         (
