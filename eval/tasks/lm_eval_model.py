@@ -22,6 +22,7 @@ from eval.tasks.encoding import Pair, encode_pair  # noqa: E402
 from eval.tasks.loglikelihood import model_scorer  # noqa: E402
 from moe.model import Transformer  # noqa: E402
 
+BOOTSTRAPS = 1000  # for standard errors without a closed form; those of means have one
 NEW_TOKENS = 64  # where a generation task names no number
 
 
@@ -147,7 +148,7 @@ def evaluate_tasks(
         configuration = yaml.safe_load(Path(manager.task_index[name].yaml_path).read_text(encoding="utf-8"))
         tasks.append(configuration | {"dataset_kwargs": {"data_files": {"test": str(data[name])}}})
     found = simple_evaluate(
-        model, tasks=tasks, limit=limit, task_manager=manager, bootstrap_iters=0, cache_requests=False
+        model, tasks=tasks, limit=limit, task_manager=manager, bootstrap_iters=BOOTSTRAPS, cache_requests=False
     )
     assert found is not None
     return found

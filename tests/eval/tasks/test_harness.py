@@ -20,7 +20,7 @@ from moe.model import Transformer
 from tests.eval.small_models import small_model
 from training.run import Run
 
-WORDS = ("the", "cat", "sat", "on", "mat;", "a", "dog", "(ran)", "é", "to\n", "t")
+WORDS = ("the", "cat", "sat", "on", "mat;", "a", "dog", "(ran)", "é", "to\n")
 LENGTH = 48
 TASK = """
 task: {name}
@@ -59,6 +59,8 @@ def questions(count: int) -> list[Question]:
             generator.choice((" ", "")) + " ".join(generator.choices(WORDS, k=generator.randint(1, 6)))
             for _ in range(generator.randint(2, 5))
         )
+        if number % 10 == 9:  # the border is within a token
+            context, choices = "the cat sat on the ca", ("t sat", "t", " the cat")
         made.append(Question(str(number), (context,) * len(choices), choices, generator.randrange(len(choices))))
     return made
 
