@@ -17,6 +17,7 @@ from moe.model import Transformer
 from moe.routing import RoutingContext
 
 ROWS = 32  # of one forward pass at most
+Row = tuple[tuple[int, ...], int]  # its ids, and how many of the last ones are labels
 Scorer = Callable[[Sequence[Pair]], list["Scored"]]
 
 
@@ -68,21 +69,25 @@ def model_scorer(
     @torch.no_grad()
     def score(pairs: Sequence[Pair]) -> list[Scored]:
         found = [Scored() for _ in pairs]
-        queue: list[tuple[int, Piece]] = []
+        # Equal rows are scored once: that saves work, and they tie exactly, whatever batch they would have been in.
+        places: dict[Row, list[int]] = {}
         for place, pair in enumerate(pairs):
             cut = pieces(pair.context, pair.continuation, length)
             scored = found[place]
             scored.tokens, scored.pieces = len(pair.continuation), len(cut)
             scored.bytes = int(np.asarray(token_bytes_V, dtype=np.int64)[pair.continuation].sum())
             scored.lost = len(pair.context) - (len(cut[0].inputs) - len(cut[0].labels) + 1)
-            queue += [(place, piece) for piece in cut]
+            for piece in cut:
+                places.setdefault((tuple(piece.inputs + piece.labels[-1:]), len(piece.labels)), []).append(place)
         # The longest first: too little memory shows at once.
-        queue.sort(key=lambda entry: -len(entry[1].inputs))
+        queue = sorted(places, key=lambda row: -len(row[0]))
         done = 0
         for batch in _batches(queue, rows, widest):
-            for (place, _), (nats, greedy) in zip(batch, _forward(model, [piece for _, piece in batch]), strict=True):
-                found[place].nats += nats
-                found[place].greedy &= greedy
+            cut = [Piece(list(ids[:-1]), list(ids[-count:])) for ids, count in batch]
+            for row, (nats, greedy) in zip(batch, _forward(model, cut), strict=True):
+                for place in places[row]:
+                    found[place].nats += nats
+                    found[place].greedy &= greedy
             done += len(batch)
             progress(done, len(queue))
         return found
@@ -104,11 +109,11 @@ def ngram_scorer(baseline: Unigram | Bigram, token_bytes_V: np.ndarray) -> Score
     return score
 
 
-def _batches(queue: list[tuple[int, Piece]], rows: int, widest: int) -> Iterator[list[tuple[int, Piece]]]:
+def _batches(queue: list[Row], rows: int, widest: int) -> Iterator[list[Row]]:
     """Rows that follow each other, as many as have at most `widest` positions together."""
     first = 0
     while first < len(queue):
-        count = max(1, min(rows, widest // len(queue[first][1].inputs)))
+        count = max(1, min(rows, widest // (len(queue[first][0]) - 1)))
         yield queue[first : first + count]
         first += count
 

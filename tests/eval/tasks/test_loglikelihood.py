@@ -84,6 +84,13 @@ def test_what_is_too_long_is_cut_and_counted() -> None:
     assert long.nats == pytest.approx(parts[0].nats + parts[1].nats, abs=1e-5)
 
 
+def test_equal_rows_tie_exactly() -> None:
+    """Two in batches of unequal widths would differ by rounding, and which of them counts as right by chance."""
+    asked = [pairs()[1], *pairs(), pairs()[1]]
+    found = model_scorer(small_model("expert_choice"), 24, BYTES, rows=2)(asked)
+    assert found[0] == found[2] == found[-1]
+
+
 def test_nan_is_an_error() -> None:
     model = small_model("dense")
     with torch.no_grad():
