@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,21 @@ LINES = [
 
 
 @pytest.fixture
+def run(small_run: Run, tmp_path: Path) -> Run:
+    """A copy, as its folder is written to."""
+    return Run.open(shutil.copytree(small_run.folder, tmp_path / "small"))
+
+
+@pytest.fixture
 def requests(tmp_path: Path) -> Path:
     path = tmp_path / "letters.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     return path
 
 
-def test_a_file_is_scored_written_and_printed(small_run: Run, requests: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    main([str(small_run.folder), "--requests", str(requests), "--nulls", "--limit", "6"])
-    report = json.loads((small_run.folder / "eval" / "tasks.json").read_text())
+def test_a_file_is_scored_written_and_printed(run: Run, requests: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    main([str(run.folder), "--requests", str(requests), "--nulls", "--limit", "6"])
+    report = json.loads((run.folder / "eval" / "tasks.json").read_text())
     task = report["tasks"]["letters"]
     assert (report["step"], report["row_length"], report["limit"]) == (10, 24, 6)
     assert task["all"]["questions"] == 6 and set(task["domains"]) == {"x", "y"}
@@ -46,21 +53,21 @@ def test_a_file_is_scored_written_and_printed(small_run: Run, requests: Path, ca
     for text in ("all letters", "33.3 ± 21.1%", "scored by", "Only the first 6 questions of each task.", "tasks.json"):
         assert text in printed
     # Scored against itself, nothing differs.
-    main([str(small_run.folder), "--requests", str(requests), "--limit", "6", "--against", str(small_run.folder)])
-    again = json.loads((small_run.folder / "eval" / "tasks.json").read_text())["tasks"]["letters"]
+    main([str(run.folder), "--requests", str(requests), "--limit", "6", "--against", str(run.folder)])
+    again = json.loads((run.folder / "eval" / "tasks.json").read_text())["tasks"]["letters"]
     assert again["compared"]["small"]["acc"]["model_less_this"] == [0.0, 0.0]
     with pytest.raises(RunError, match="no score on the same questions of letters"):
-        main([str(small_run.folder), "--requests", str(requests), "--against", str(small_run.folder)])
+        main([str(run.folder), "--requests", str(requests), "--against", str(run.folder)])
 
 
-def test_the_built_in_tasks_and_another_tokenizers_terms(small_run: Run, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_the_built_in_tasks_and_another_tokenizers_terms(run: Run, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr("eval.tasks.continuation.APART_BYTES", 0)
     monkeypatch.setattr("eval.score.continuation_questions", _short)
-    tokenizer = str(small_run.corpus().folder / "tokenizer.json")
-    main([str(small_run.folder), "--questions", "4", "--tokenizer", tokenizer, "--tokens", "100"])
-    report = json.loads((small_run.folder / "eval" / "tasks.json").read_text())
+    tokenizer = str(run.corpus().folder / "tokenizer.json")
+    main([str(run.folder), "--questions", "4", "--tokenizer", tokenizer, "--tokens", "100"])
+    report = json.loads((run.folder / "eval" / "tasks.json").read_text())
     assert list(report["tasks"]) == ["continuation", "continuation-document"]
-    assert report["tasks"]["continuation"]["source"]["made_from"] == small_run.corpus().sha256
+    assert report["tasks"]["continuation"]["source"]["made_from"] == run.corpus().sha256
     assert "Held-out perplexity in the terms of tokenizer.json" in capsys.readouterr().out
 
 
@@ -70,18 +77,18 @@ def _short(corpus, variant, questions, seed):  # type: ignore[no-untyped-def]
     return continuation_questions(corpus, variant, questions, seed, 30, 8)
 
 
-def test_mistakes_are_explained(small_run: Run, requests: Path, tmp_path: Path) -> None:
+def test_mistakes_are_explained(run: Run, requests: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--limit is 0; allowed are 1 and above"):
-        main([str(small_run.folder), "--limit", "0"])
+        main([str(run.folder), "--limit", "0"])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letters.jsonl").write_text(requests.read_text())
     with pytest.raises(ValueError, match="two of the request files are called letters"):
         tasks_of_files([requests, tmp_path / "other" / "letters.jsonl"])
     with pytest.raises(ValueError, match="no such file"):
-        main([str(small_run.folder), "--tokenizer", str(tmp_path / "missing.json")])
+        main([str(run.folder), "--tokenizer", str(tmp_path / "missing.json")])
 
 
-def test_what_was_cut_and_left_out_is_told(small_run: Run, tmp_path: Path) -> None:
+def test_what_was_cut_and_left_out_is_told(run: Run, tmp_path: Path) -> None:
     lines = [
         {"request": {"context": "a " * 200, "continuation": " b"}, "doc_id": 0, "idx": 0, "label": 0},
         {"request": {"context": "a", "continuation": " bcd" * 200}, "doc_id": 1, "idx": 0, "label": None},
@@ -89,7 +96,7 @@ def test_what_was_cut_and_left_out_is_told(small_run: Run, tmp_path: Path) -> No
     ]
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = compute(small_run, tasks_of_files([path]))
+    report = compute(run, tasks_of_files([path]))
     everything = report["tasks"]["long"]["all"]
     assert (everything["context_cut"], everything["in_pieces"], everything["acc"]) == (2, 1, None)
     table = accuracy_table(report)
