@@ -72,17 +72,23 @@ def compute(run: Run, tokens: int | None = None, progress: Callable[[str], None]
         "noncausal": noncausal,
         "routing": _routing(config, recorder, run.routing_records()) if recorder.layers else None,
     }
-    return _finite(report)
+    return finite(report)
 
 
-def _baselines(config: Config, corpus: Corpus, steps: int, tokens: int) -> tuple[Scores, Scores, int]:
-    """Scores of unigram and bigram, and the training tokens that the run consumed."""
+def fitted_baselines(config: Config, corpus: Corpus, steps: int) -> tuple[ngram.Unigram, ngram.Bigram]:
+    """Unigram and bigram of exactly the windows that a run consumed in so many steps."""
     training = config.training
     batches = Batches(
         corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
     )
     consumed = (batches.batch(step) for step in range(steps))
-    unigram, bigram = ngram.fit(((b.token_BS, b.label_BS) for b in consumed), corpus.vocabulary_size)
+    return ngram.fit(((b.token_BS, b.label_BS) for b in consumed), corpus.vocabulary_size)
+
+
+def _baselines(config: Config, corpus: Corpus, steps: int, tokens: int) -> tuple[Scores, Scores, int]:
+    """Scores of unigram and bigram, and the training tokens that the run consumed."""
+    training = config.training
+    unigram, bigram = fitted_baselines(config, corpus, steps)
 
     def scored(baseline: ngram.Unigram | ngram.Bigram) -> Scores:
         windows = heldout_windows(corpus, training.sequence_length, max_tokens=tokens)
@@ -207,12 +213,12 @@ def strongest(share_ME: np.ndarray, domains: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no nan and no infinity; "inf" is kept as text, since it is a result, and nan becomes None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

@@ -18,12 +18,12 @@ END_OF_TEXT = 0
 ROUTERS = ["expert_choice", "threshold", "token_choice", "dense"]
 
 
-def small_model(router: str = "expert_choice", **moe: Any) -> Transformer:
+def small_model(router: str = "expert_choice", vocabulary_size: int = VOCABULARY, **moe: Any) -> Transformer:
     """Three layers, D 24, E 6, k 2, a shared expert; thresholds that come from data.
 
     The reference backend's shapes do not depend on the routing, so that only rounding can separate two batches.
     """
-    config = ModelConfig(vocabulary_size=VOCABULARY, width=24, layers=3, heads=3, kv_heads=1, tie_embeddings=False)
+    config = ModelConfig(vocabulary_size=vocabulary_size, width=24, layers=3, heads=3, kv_heads=1, tie_embeddings=False)
     sizes = {
         "num_experts": 6,
         "expert_width": 16,

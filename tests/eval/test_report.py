@@ -132,9 +132,9 @@ def test_a_failed_figure_leaves_no_file(copied_run: Run, monkeypatch: pytest.Mon
 
 
 def test_values_that_json_lacks_are_written_in_words(computed: dict[str, Any]) -> None:
-    from eval.scoreboard import _finite
+    from eval.scoreboard import finite
 
-    cleaned = _finite({"a": [math.nan, math.inf, 1.5], "b": "x"})
+    cleaned = finite({"a": [math.nan, math.inf, 1.5], "b": "x"})
     assert cleaned == {"a": [None, "inf", 1.5], "b": "x"}
     changed = json.loads(json.dumps(computed))
     changed["scores"]["model"]["total"]["bits_per_byte"] = "inf"
