@@ -162,7 +162,9 @@ def build_transformers(config: Config, device: Any, name: str) -> tuple[Callable
     try:
         from transformers import OlmoeConfig, OlmoeForCausalLM
     except ImportError:
-        raise SystemExit("--peer transformers: install it with pip install -c constraints.txt -e '.[interchange]'") from None
+        raise SystemExit(
+            "--peer transformers: install it with pip install -c constraints.txt -e '.[interchange]'"
+        ) from None
     from training.optimizer import build_optimizer
 
     model_config = OlmoeConfig(
