@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Module):
@@ -56,6 +57,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         (dy,) = grads

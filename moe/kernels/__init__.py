@@ -6,9 +6,11 @@ import importlib.util
 import os
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from moe.config import ConfigError
+from moe.kernels.operands import check_operands
 from moe.kernels.reference import grouped_mlp_reference
 from moe.kernels.torch_backend import grouped_mlp_torch
 from moe.routing import Routing
@@ -41,6 +43,7 @@ def grouped_mlp(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing
     """SwiGLU experts over routed tokens: y_t = sum over (t, e) of weight * W2_e (silu(W1_e x_t) * W3_e x_t).
 
     With `routing.token_A` None the rows of `x_TD` are in expert order already, and the result keeps that order.
+    Gradients are taken once: a second derivative is refused.
 
     Args:
         x_TD: (T, D) inputs.
@@ -53,20 +56,26 @@ def grouped_mlp(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing
         (T, D) in the dtype of `x_TD`; zeros for a token that no expert took.
 
     Raises:
-        ConfigError: for a backend that this device does not have; names one that works.
-        ValueError: for inputs that the backend cannot take; likewise.
+        ConfigError: for a backend that does not exist, or that this device does not have; names one that works.
+        ValueError: for operands that do not fit together, or that the backend cannot take.
     """
-    return BACKENDS[choose_backend(backend, x_TD.device.type)](x_TD, w13_E2FD, w2_EDF, routing)
+    chosen = choose_backend(backend, x_TD.device.type)
+    if not torch.compiler.is_compiling():  # sizes may have no values there
+        check_operands(x_TD, w13_E2FD, w2_EDF, routing)
+    return BACKENDS[chosen](x_TD, w13_E2FD, w2_EDF, routing)
 
 
 def choose_backend(backend: str, device_type: str) -> str:
     """The backend that computes on a kind of device: as named, or for "auto" triton on GPUs and torch elsewhere.
 
     Raises:
-        ConfigError: if it cannot work there; names one that can.
+        ConfigError: if there is none of that name, or it cannot work there; names one that can.
     """
     if backend == "auto":
         return "triton" if device_type == "cuda" and HAS_TRITON else "torch"
+    if backend not in BACKENDS:
+        names = ", ".join(f'"{name}"' for name in ("auto", *BACKENDS))
+        raise ConfigError(f'moe.backend = "{backend}": must be one of {names}')
     if backend == "triton":
         if not HAS_TRITON:
             raise ConfigError('moe.backend = "triton": no package named triton here; install it, or use "torch"')

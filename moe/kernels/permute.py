@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Combine:
@@ -68,6 +69,8 @@ def clear_behind(offsets_E: Tensor, capacity: int | None, *rows: Tensor | None) 
     if capacity is not None:
         return
     given = [tensor for tensor in rows if tensor is not None]
+    if not given:
+        return
     behind_A = torch.arange(given[0].shape[0], device=offsets_E.device) >= offsets_E[-1]
     for tensor in given:
         tensor.masked_fill_(behind_A.view(-1, *[1] * (tensor.dim() - 1)), 0)
@@ -80,6 +83,7 @@ class _Gather(torch.autograd.Function):
         return x_TD.index_select(0, token_A)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return Combine(*ctx.saved_tensors)(grads[0].contiguous()), None, None, None
 
@@ -93,6 +97,7 @@ class _Combine(torch.autograd.Function):
         return Combine(order_A, start_T)(rows_AD, weight_A)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_AD, weight_A, token_A = ctx.saved_tensors
         dout_AD = grads[0].index_select(0, token_A)
@@ -108,6 +113,7 @@ class _Permute(torch.autograd.Function):
         return rows_AD.index_select(0, order_A)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (order_A,) = ctx.saved_tensors
         return grads[0].index_select(0, inverse_order(order_A)), None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe.kernels.permute import Combine, clear_behind
 from moe.routing import Routing
@@ -47,10 +48,10 @@ class Groups:
             # unbind, not w[e]: one view each, and no search through the experts.
             products = torch.cat([run @ weight for run, weight in zip(runs, weight_EXY.unbind(0), strict=True)])
             return F.pad(products, (0, 0, 0, rows_AX.shape[0] - used))
-        rows_ECX = rows_AX.view(self.num_experts, self.capacity, -1)
+        shape = (self.num_experts, self.capacity)
         out_AY = rows_AX.new_empty(rows_AX.shape[0], weight_EXY.shape[2])
         # Into place: what leaves the experts' module must not be a view, or FSDP2 cannot hook its backward safely.
-        torch.bmm(rows_ECX, weight_EXY, out=out_AY.view(self.num_experts, self.capacity, -1))
+        torch.bmm(rows_AX.view(*shape, rows_AX.shape[1]), weight_EXY, out=out_AY.view(*shape, out_AY.shape[1]))
         return out_AY
 
     def outer(self, left_AX: Tensor, right_AY: Tensor) -> Tensor:
@@ -62,8 +63,9 @@ class Groups:
             used = sum(lengths)
             pairs = zip(left_AX[:used].split(lengths), right_AY[:used].split(lengths), strict=True)
             return torch.stack([left.T @ right for left, right in pairs])
-        left_EXC = left_AX.view(self.num_experts, self.capacity, -1).transpose(1, 2)
-        return torch.bmm(left_EXC, right_AY.view(self.num_experts, self.capacity, -1))
+        shape = (self.num_experts, self.capacity)
+        left_EXC = left_AX.view(*shape, left_AX.shape[1]).transpose(1, 2)
+        return torch.bmm(left_EXC, right_AY.view(*shape, right_AY.shape[1]))
 
     def _run_lengths(self) -> list[int]:
         return self.offsets_E.diff(prepend=self.offsets_E.new_zeros(1)).tolist()
@@ -145,7 +147,7 @@ class _GroupedMLP(torch.autograd.Function):
     ) -> Tensor:
         groups = Groups(offsets_E, capacity)
         combine = None if token_A is None else Combine.by_token(token_A, x_TD.shape[0])
-        rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
+        rows_AD = x_TD.contiguous() if token_A is None else x_TD.index_select(0, token_A)
         hidden_AH = groups.rows_times(rows_AD, w13_E2FD.flatten(1, 2).transpose(1, 2))
         out_AD = groups.rows_times(swiglu(hidden_AH), w2_EDF.transpose(1, 2))
         # Every tensor goes through save_for_backward, so that recompute and offload hooks see one consistent set.
@@ -159,21 +161,27 @@ class _GroupedMLP(torch.autograd.Function):
         return out_AD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, w13_E2FD, w2_EDF, weight_A, token_A, offsets_E, order_A, start_T, hidden_AH = ctx.saved_tensors
         groups = Groups(offsets_E, ctx.capacity)
         combine = None if order_A is None else Combine(order_A, start_T)
         (dy_TD,) = grads
-        rows_AD = x_TD if token_A is None else x_TD.index_select(0, token_A)
+        wants_x, wants_w13, wants_w2, wants_weight = ctx.needs_input_grad[:4]
         # grouped_mm refuses expanded gradients, as those of a plain sum are.
         dout_AD = dy_TD.contiguous() if token_A is None else dy_TD.index_select(0, token_A)
         # <dout, out> = <dout W2, act>: the weight's gradient needs no second look at the outputs.
         dact_AF = groups.rows_times(dout_AD, w2_EDF)
         act_AF, dhidden_AH, dweight_A = swiglu_backward(hidden_AH, dact_AF, weight_A)
-        dw2_EDF = groups.outer(dout_AD, act_AF)
-        dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
-        drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
-        dx_TD = drows_AD if combine is None else combine(drows_AD)
+        dx_TD = dw13_E2FD = dw2_EDF = None
+        if wants_w2:
+            dw2_EDF = groups.outer(dout_AD, act_AF)
+        if wants_w13:
+            rows_AD = x_TD.contiguous() if token_A is None else x_TD.index_select(0, token_A)
+            dw13_E2FD = groups.outer(dhidden_AH, rows_AD).view_as(w13_E2FD)
+        if wants_x:
+            drows_AD = groups.rows_times(dhidden_AH, w13_E2FD.flatten(1, 2))
+            dx_TD = drows_AD if combine is None else combine(drows_AD)
         if combine is None:
             clear_behind(offsets_E, ctx.capacity, dx_TD, dweight_A)
-        return dx_TD, dw13_E2FD, dw2_EDF, dweight_A, None, None, None
+        return dx_TD, dw13_E2FD, dw2_EDF, dweight_A if wants_weight else None, None, None, None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe.kernels.permute import Combine, clear_behind
 from moe.kernels.triton.backward import down_dgrad, dw2, dw13, up_dgrad
@@ -27,8 +28,8 @@ def grouped_mlp_triton(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: 
     """See `moe.kernels.grouped_mlp`. Bit for bit the same from run to run.
 
     Raises:
-        ValueError: no GPU (and no interpreter), a type that the kernels do not take or that differs between operands,
-            a layout other than contiguous, or more rows or elements than 32-bit numbers count.
+        ValueError: no GPU (and no interpreter), a type that the kernels do not take, a layout other than contiguous,
+            or more rows or elements than 32-bit numbers count.
     """
     target = target_of(x_TD.device)
     check(x_TD, w13_E2FD, w2_EDF, routing, target)
@@ -48,12 +49,12 @@ def grouped_mlp_on(
 
 
 def check(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing, target: Target) -> None:
-    """Refuse what the kernels would compute wrongly or not at all; see `grouped_mlp_triton` for what is raised."""
+    """Refuse, of operands that fit together, what these kernels would compute wrongly or not at all.
+
+    Raises:
+        ValueError: see `grouped_mlp_triton`.
+    """
     otherwise = 'or choose backend = "torch"'
-    dtypes = {"x": x_TD.dtype, "w13": w13_E2FD.dtype, "w2": w2_EDF.dtype}
-    if len(set(dtypes.values())) > 1:
-        given = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"the triton backend wants one type for all operands: {given}. Cast them, {otherwise}")
     if x_TD.dtype not in DTYPES:
         names = ", ".join(str(dtype) for dtype in DTYPES)
         raise ValueError(f"the triton backend computes in {names}, not in {x_TD.dtype}: cast, {otherwise}")
@@ -71,8 +72,8 @@ def check(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Routing, targ
             )
     rows = x_TD.shape[0] if routing.token_A is None else routing.token_A.shape[0]
     # Rows and experts start at 64-bit addresses; what lies between two such starts is counted in 32 bits.
-    if max(rows, x_TD.shape[0]) >= _INT32:
-        raise ValueError(f"the triton backend counts rows in 32 bits, and there are {rows}: use fewer, {otherwise}")
+    if (most := max(rows, x_TD.shape[0])) >= _INT32:
+        raise ValueError(f"the triton backend counts rows in 32 bits, and there are {most}: use fewer, {otherwise}")
     if w13_E2FD[:1].numel() >= _INT32:
         raise ValueError(
             f"the triton backend counts the elements of one expert's matrix in 32 bits, and w13 of shape "
@@ -116,6 +117,7 @@ class _GroupedMLP(torch.autograd.Function):
         return out_AD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if len(ctx.saved_tensors) == 4:
             zeros = (None if tensor is None else torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
@@ -129,11 +131,16 @@ class _GroupedMLP(torch.autograd.Function):
         dhidden_AH, act_AF, dweight_A = down_dgrad(
             dout_TD, w2_EDF, hidden_AH, weight_A, token_A, plan, tile["down_dgrad"], target
         )
-        dw2_EDF = dw2(dout_TD, act_AF, token_A, plan, tile["dw2"], target)
-        dw13_E2FD = dw13(dhidden_AH, x_TD, token_A, plan, tile["dw13"], target).view_as(w13_E2FD)
-        dx_TD = up_dgrad(dhidden_AH, w13_E2FD, plan, tile["up_dgrad"], target)
+        wants_x, wants_w13, wants_w2, _ = ctx.needs_input_grad[:4]
+        dx_TD = dw13_E2FD = dw2_EDF = None
+        if wants_w2:
+            dw2_EDF = dw2(dout_TD, act_AF, token_A, plan, tile["dw2"], target)
+        if wants_w13:
+            dw13_E2FD = dw13(dhidden_AH, x_TD, token_A, plan, tile["dw13"], target).view_as(w13_E2FD)
+        if wants_x:
+            dx_TD = up_dgrad(dhidden_AH, w13_E2FD, plan, tile["up_dgrad"], target)
         if order_A is not None:
-            dx_TD = combine(dx_TD, None, order_A, start_T)
+            dx_TD = None if dx_TD is None else combine(dx_TD, None, order_A, start_T)
         else:
             clear_behind(offsets_E, plan.capacity or None, dx_TD, dweight_A)
         if weight_A is not None and dweight_A is not None:

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe.kernels.triton.launch import launch
 
@@ -113,8 +114,9 @@ def softmax_top_k(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         (scores_TE: fp32, differentiable; chosen_TE: bool, of equal scores the lowest expert, NaN the largest).
 
     Raises:
-        ValueError: too many experts, or not that many to choose.
+        ValueError: too many experts, or not that many to choose; another type or layout.
     """
+    _require_plain("logits", logits_TE)
     num_experts = logits_TE.shape[1]
     if num_experts > MOST_EXPERTS or not 0 < k <= num_experts:
         raise ValueError(
@@ -133,8 +135,14 @@ def largest_per_row(values_XN: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         (index_XC int64 in rising order, kth_X: the smallest value kept).
+
+    Raises:
+        ValueError: not that many to keep; another type or layout.
     """
+    _require_plain("values", values_XN)
     *leading, size = values_XN.shape
+    if not 0 < count <= size:
+        raise ValueError(f"count = {count} of {size} values: must be from 1 to their number")
     index_XC = values_XN.new_empty(*leading, count, dtype=torch.int64)
     kth_X = values_XN.new_empty(leading)
     launch(
@@ -151,6 +159,14 @@ def largest_per_row(values_XN: Tensor, count: int) -> tuple[Tensor, Tensor]:
         BLOCK=min(BLOCK_N, triton.next_power_of_2(size)),
     )
     return index_XC, kth_X
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous float32 for this kernel, and are {tensor.dtype} with strides "
+            f"{tensor.stride()}: use .float().contiguous()"
+        )
 
 
 class _SoftmaxTopK(torch.autograd.Function):
@@ -181,6 +197,7 @@ class _SoftmaxTopK(torch.autograd.Function):
         return scores_TE, chosen_TE
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (scores_TE,) = ctx.saved_tensors
         return torch._softmax_backward_data(grads[0], scores_TE, 1, scores_TE.dtype), None

@@ -5,6 +5,7 @@ Memory that PyTorch hands out uninitialised is filled with NaN here, so that wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,10 @@ class Case:
 
 
 def start() -> None:
-    """Poison uninitialised memory."""
+    """Poison uninitialised memory. Rows are summed in pieces that are narrower than any row here."""
+    from moe.kernels.triton import combine
+
+    combine.BLOCK_D = 32
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -264,9 +268,11 @@ class Far(Tensor):
 def errors_far_from_the_start() -> dict[str, float]:
     """Tensors of more than 2^31 elements, of which kernels read and write one expert and some rows at the end.
 
-    The tensors do not exist: pointers are moved back by what lies before, which nothing may touch. Weight gradients are
-    left out, as they are written for every expert.
+    The tensors do not exist: pointers are moved back by what lies before, which nothing may touch, and where a kernel
+    goes through all experts or tokens, its programs are numbered from the last one's on.
     """
+    from triton.runtime.interpreter import interpreter_builder
+
     from moe.kernels.triton import backward, combine, forward, launch
     from moe.kernels.triton.plan import Plan
     from moe.kernels.triton.tiles import find_tiles
@@ -277,13 +283,26 @@ def errors_far_from_the_start() -> dict[str, float]:
     expected, at = plain_loop(case, named, routing), launch.INTERPRETER
     tile = find_tiles(at, case.dtype, case.width, case.hidden, 20).by_kernel
     expert, first = 2**31 // (case.width * case.hidden) + 5, 2**31 // case.hidden + 5
-    by_expert, not_moved = {"w13", "w2", "weight", "offsets_ptr"}, {"tiles_ptr", "count_ptr", "order_ptr", "start_ptr"}
+    by_expert, not_moved = {"w13", "w2", "weight"}, {"tiles_ptr", "count_ptr", "order_ptr", "start_ptr"}
+    set_place = interpreter_builder.set_grid_idx
 
-    def launch_far(name: str, kernel: object, grid: tuple[int, ...], warps: int, stages: int, **given: object) -> None:
+    def set_far(before: int, place: int, *rest: int) -> None:
+        interpreter_builder.grid_idx = (place + before, *rest)
+
+    def launch_far(name: str, kernel: object, grid: tuple[int, ...], warps: int, stages: int, **given: Any) -> None:
+        outer, before = name in ("dw2", "dw13"), 0
+        if outer:
+            block, size = (given["BLOCK_M"], given["BLOCK_N"]), (given["G"], given["R"])
+            tiles = math.prod(-(-n // b) for n, b in zip(size[:: -1 if given["ROWS_LEFT"] else 1], block, strict=True))
+            grid, before, given["num_experts"] = (tiles,), expert * tiles, expert + 1
+        elif name == "combine":
+            before = first
+            given["num_tokens"] += first
         for key, value in given.items():
-            if isinstance(value, Tensor) and key not in not_moved and (name, key) != ("combine", "out_ptr"):
-                before = (expert if key in by_expert else first) * value[0].nbytes
-                given[key] = value.as_subclass(type("Far", (Far,), {"before": before}))
+            if isinstance(value, Tensor) and (key not in not_moved or (name, key) == ("combine", "start_ptr")):
+                moved = expert if key in by_expert | {"offsets_ptr"} or (outer and key == "out_ptr") else first
+                given[key] = value.as_subclass(type("Far", (Far,), {"before": moved * value[0].nbytes}))
+        interpreter_builder.set_grid_idx = lambda *place: set_far(before, *place)
         launch.launch(name, kernel, grid, warps, stages, **given)
 
     plan = Plan(
@@ -294,6 +313,8 @@ def errors_far_from_the_start() -> dict[str, float]:
         tiles_N2=torch.tensor([[expert, first]], dtype=torch.int32),
         count_1=torch.ones(1, dtype=torch.int32),
     )
+    # Where the last expert's run starts is the end of the one before it.
+    ends = replace(plan, offsets_E=torch.tensor([first, first + 20], dtype=torch.int32)[1:])
     assert routing.token_A is not None
     token_A, found = routing.token_A + first, {}
     modules = (forward, backward, combine)
@@ -305,13 +326,34 @@ def errors_far_from_the_start() -> dict[str, float]:
         found["dhidden"], found["scaled_act"], found["dweight"] = backward.down_dgrad(
             dout, w2, found["hidden"], weight_A, token_A, plan, tile["down_dgrad"], at
         )
+        found["dw2"] = backward.dw2(dout, found["scaled_act"], token_A, ends, tile["dw2"], at)
+        found["dw13"] = backward.dw13(found["dhidden"], x, token_A, ends, tile["dw13"], at).view_as(w13)
         found["drows"] = backward.up_dgrad(found["dhidden"], w13, plan, tile["up_dgrad"], at)
         order_A = routing.token_A.argsort() + first
         found["out"] = combine.combine(found["y"], weight_A, order_A, torch.arange(20))
     finally:
+        interpreter_builder.set_grid_idx = set_place
         for module in modules:
             module.launch = launch.launch
     return _compare(found, expected)
+
+
+def sums_of_rows(rows_AD: Tensor) -> Tensor:
+    """What `combine` makes of rows that all belong to the first of two tokens, in stored order."""
+    from moe.kernels.triton.combine import combine
+
+    return combine(rows_AD, None, torch.arange(rows_AD.shape[0]), torch.tensor([0, rows_AD.shape[0]]))
+
+
+def changed_by_an_expanded_gradient(case: Case) -> list[str]:
+    """What the gradient of a plain sum, which is one number seen many times, does not leave as it is."""
+    named, routing = make(case)
+    one = torch.ones(1, 1, dtype=case.dtype)
+    found = [
+        whole(named | {"dout": dout}, routing)
+        for dout in (one.expand_as(named["dout"]), one.expand_as(named["dout"]).contiguous())
+    ]
+    return [name for name in found[0] if not found[0][name].equal(found[1][name])]
 
 
 def _compare(found: Named, expected: Named) -> dict[str, float]:
