@@ -10,12 +10,14 @@ is what runs. Registers and instructions come from Triton's own `cuobjdump` and 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,11 @@ def measure(launch: Launch, target: str) -> Resources:
     return _of_amd(kernel) if target.startswith("gfx") else _of_nvidia(kernel, target, launch.warps)
 
 
+def measure_at(target: str, load: str, name: str) -> Resources:
+    """`measure` of one kernel at the table's shape: a job for a process of its own."""
+    return measure(launches(target, **LOADS[load])[name], target)
+
+
 def faults(name: str, found: Resources, target: str) -> list[str]:
     """What no kernel may have, in words; empty when all is well."""
     wrong = []
@@ -188,19 +195,7 @@ def compare(found: Resources, golden: dict[str, int]) -> tuple[list[str], list[s
 
 
 def _of_nvidia(kernel: CompiledKernel, target: str, warps: int) -> Resources:
-    tools = knobs.nvidia
-    assembler = tools.ptxas_blackwell if target == "sm_100" else tools.ptxas
-    architecture = target if target == "sm_80" else f"{target}a"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
-        cubin.write_bytes(kernel.asm["cubin"])
-        ptx.write_text(kernel.asm["ptx"])
-        usage = _output(tools.cuobjdump.path, "--dump-resource-usage", str(cubin))
-        code = _output(tools.nvdisasm.path, "-c", str(cubin))
-        # The options that Triton itself gives.
-        verbose = _output(
-            assembler.path, "-v", "--regAllocOptLevel=2", f"--gpu-name={architecture}", str(ptx), "-o", "/dev/null"
-        )
+    usage, code, verbose = _read(kernel.asm["cubin"], kernel.asm["ptx"], target)
     registers, stack, local = (int(_group(rf"{key}:(\d+)", usage)) for key in ("REG", "STACK", "LOCAL"))
     spilled = int(_group(r"(\d+) bytes spill stores", verbose)) + int(_group(r"(\d+) bytes spill loads", verbose))
     counts = Counter(_INSTRUCTION.findall(code))
@@ -230,7 +225,30 @@ def _of_amd(kernel: CompiledKernel) -> Resources:
     return Resources(registers, shared, 4 * number["vgpr_spill_count"] + private, blocks, mfma, ())
 
 
-def _output(*command: str) -> str:
+@functools.cache
+def _read(cubin: bytes, ptx: str, target: str) -> tuple[str, str, str]:
+    """What cuobjdump says of resources, nvdisasm of instructions, and ptxas while it assembles: at the same time."""
+    tools = knobs.nvidia
+    assembler = tools.ptxas_blackwell if target == "sm_100" else tools.ptxas
+    architecture = target if target == "sm_80" else f"{target}a"
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as pool:
+        binary, text = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        binary.write_bytes(cubin)
+        text.write_text(ptx)
+        # The options that Triton itself gives.
+        options = ("-v", "--regAllocOptLevel=2", f"--gpu-name={architecture}", str(text), "-o", "/dev/null")
+        usage, code, verbose = pool.map(
+            _output,
+            (
+                (tools.cuobjdump.path, "--dump-resource-usage", str(binary)),
+                (tools.nvdisasm.path, "-c", str(binary)),
+                (assembler.path, *options),
+            ),
+        )
+    return usage, code, verbose
+
+
+def _output(command: tuple[str, ...]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 

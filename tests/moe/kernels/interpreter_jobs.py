@@ -46,10 +46,10 @@ class Case:
 
 
 def start() -> None:
-    """Poison uninitialised memory. Rows are summed in pieces that are narrower than any row here."""
+    """Poison uninitialised memory. Rows wider than 64 are summed in several pieces."""
     from moe.kernels.triton import combine
 
-    combine.BLOCK_D = 32
+    combine.BLOCK_D = 64
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

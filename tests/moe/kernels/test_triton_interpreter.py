@@ -42,28 +42,47 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_kernel_is_the_loop(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(replace(case, dtype=dtype), id=f"{name}, {short}")
+        for name, case in CASES.items()
+        for short, dtype in DTYPES.items()
+    ],
+)
+def test_every_kernel_is_the_loop(interpreter: Interpreter, case: Case) -> None:
     """Every tensor that a kernel writes, forward and backward, into memory that was NaN."""
-    case = replace(CASES[name], dtype=dtype)
     errors = interpreter(jobs.errors_of_kernels, case)
     missing = KERNEL_OUTPUTS - errors.keys()
     assert missing == ({"out", "dx"} if case.ordered else set()) | (set() if case.weighted else {"dweight"})
-    assert all(error < TOLERANCE[dtype] for error in errors.values()), errors
+    assert all(error < TOLERANCE[case.dtype] for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("counts", [(129, 0, 127), (7, 0, 40)], ids=["many tokens", "few tokens"])
-@pytest.mark.parametrize("target", TARGETS)
-def test_tiles_of_every_target_are_the_loop(
-    interpreter: Interpreter, target: str, counts: tuple[int, ...], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            Case(counts, dtype=DTYPES[short], width=72, hidden=264 if short == "fp16" else 72, target=target),
+            id=f"{target}, {load}, {short}",
+            marks=pytest.mark.slow if slow else (),
+        )
+        for target in TARGETS
+        for load, counts, short, slow in (
+            ("many tokens", (129, 0, 127), "fp32", False),
+            ("few tokens", (7, 0, 40), "fp16", False),
+            ("many tokens", (129, 0, 127), "fp16", True),
+            ("few tokens", (7, 0, 40), "fp32", True),
+        )
+    ],
+)
+def test_the_tiles_of_every_target_are_the_loop(interpreter: Interpreter, case: Case) -> None:
     """What would run on a GPU, in its own tile shapes, with weights by descriptors where it has them."""
-    case = Case(counts, dtype=dtype, width=72, hidden=264 if dtype == torch.float16 else 72, target=target)
     errors = interpreter(jobs.errors_of_kernels, case)
     assert errors.keys() == KERNEL_OUTPUTS
-    assert all(error < TOLERANCE[dtype] for error in errors.values()), errors
+    assert all(error < TOLERANCE[case.dtype] for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("name", ["wider than a block, no multiple of one", "rows in expert order", "weights all 1"])
@@ -138,10 +157,10 @@ def test_a_summed_output_is_backpropagated_like_any_other(interpreter: Interpret
 
 def test_a_token_adds_up_its_experts_lowest_first_and_in_fp32(interpreter: Interpreter) -> None:
     """1 + 1e8 - 1e8 is 0 in this order and 1 in the other; 2048 + 1 is 2048 in fp16. Nobody's row is 0."""
-    rows_AD = torch.tensor([1.0, 1e8, -1e8]).repeat(40, 1).T.contiguous()
-    assert interpreter(jobs.sums_of_rows, rows_AD).tolist() == [[0.0] * 40] * 2
-    halves_AD = torch.tensor([2048.0, 1, 1, 1, 1]).half().repeat(40, 1).T.contiguous()
-    assert interpreter(jobs.sums_of_rows, halves_AD).tolist() == [[2052.0] * 40, [0.0] * 40]
+    rows_AD = torch.tensor([1.0, 1e8, -1e8]).repeat(70, 1).T.contiguous()
+    assert interpreter(jobs.sums_of_rows, rows_AD).tolist() == [[0.0] * 70] * 2
+    halves_AD = torch.tensor([2048.0, 1, 1, 1, 1]).half().repeat(70, 1).T.contiguous()
+    assert interpreter(jobs.sums_of_rows, halves_AD).tolist() == [[2052.0] * 70, [0.0] * 70]
 
 
 @pytest.mark.parametrize("spare", [1, 40])
