@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -70,10 +71,7 @@ def import_checkpoint(
     if folder.exists():
         raise InterchangeError(f"{folder} exists; choose another --to-run, or remove the folder")
     family = _family(source)
-    try:
-        found = getattr(transformers, family.config_class).from_pretrained(source, local_files_only=True)
-    except (ValueError, TypeError, KeyError) as error:
-        raise InterchangeError(f"{source / 'config.json'}: transformers refuses it ({error})") from None
+    found = _read_config(transformers, family, source)
     config = _config(family, found, folder, corpus, flags)
     opened = None if corpus is None else Corpus.open(corpus)
     if opened is not None:
@@ -108,6 +106,16 @@ def _family(source: Path) -> Family:
         return FAMILIES[model_type]
     hint = "; continue the run that was exported instead" if model_type == CHOIR else ""
     raise InterchangeError(f"{path}: model_type = {model_type!r}: must be one of {', '.join(FAMILIES)}{hint}")
+
+
+def _read_config(transformers: Any, family: Family, source: Path) -> Any:
+    """By transformers itself, so that old spellings and missing keys mean what they mean there."""
+    # A package that comes with transformers and checks types.
+    refused = importlib.import_module("huggingface_hub.errors").StrictDataclassError
+    try:
+        return getattr(transformers, family.config_class).from_pretrained(source, local_files_only=True)
+    except (ValueError, TypeError, KeyError, refused) as error:
+        raise InterchangeError(f"{source / 'config.json'}: transformers refuses it ({error})") from None
 
 
 def _config(family: Family, found: Any, folder: Path, corpus: Path | None, flags: Sequence[str]) -> Config:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def export(
     _require_room(output, overwrite)
     corpus = run.corpus() if tokenizer else None
     checkpoint = run.checkpoint()
-    log(f"loading step {checkpoint.step} of {run.folder}")
+    log(f"loading step {checkpoint.step} (of {config.training.steps}) of {run.folder}")
     model = run.model("cpu", checkpoint)
-    with complete_folder(output) as folder:
+    with complete_folder(output) as folder, _quiet(transformers):
         # Never a pad_token_id: transformers would keep that row of the embedding from learning.
         end = None if corpus is None else corpus.tokenizer.end_of_text
         values = _values(config, family) | {"bos_token_id": end, "eos_token_id": end}
@@ -84,7 +85,7 @@ def export(
         log(f"writing {family} weights")
         write_tensors(folder, tensors_of(model, config, family), file_bytes)
         if corpus is not None:
-            write_tokenizer(corpus.folder / "tokenizer.json", folder, config.training.sequence_length)
+            write_tokenizer(corpus.folder / "tokenizer.json", folder)
         if check:
             difference, largest = compare_logits(model, _load(transformers, folder, family))
             log(f"read back with transformers: logits differ by at most {difference:.1e} (largest logit {largest:.1f})")
@@ -108,6 +109,21 @@ def require_transformers() -> Any:
         raise ModuleNotFoundError(
             "interchange needs the package transformers: pip install -c constraints.txt transformers"
         ) from None
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without transformers' progress bars, and its remarks on files that are only half written yet."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def tensors_of(model: Transformer, config: Config, family: str) -> list[tuple[str, Tensor]]:
@@ -159,8 +175,13 @@ def _load(transformers: Any, folder: Path, family: str) -> Any:
         model_class = importlib.import_module("eval.interchange.modeling_choir").ChoirForCausalLM
     else:
         model_class = getattr(transformers, FAMILIES[family].model_class)
+    # The plain loop over experts: transformers' default refuses widths whose rows are not whole 16 bytes.
     model, report = model_class.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        experts_implementation="eager",
+        local_files_only=True,
+        output_loading_info=True,
     )
     if problems := {key: sorted(map(str, names)) for key, names in report.items() if names}:
         raise InterchangeError(f"transformers does not read the weights back: {problems}")

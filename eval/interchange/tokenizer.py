@@ -22,7 +22,7 @@ ODD_TEXTS = (
 )
 
 
-def write_tokenizer(source: Path, folder: Path, longest: int) -> None:
+def write_tokenizer(source: Path, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, and check that transformers reads the same ids from them.
 
     The end-of-text token is the beginning, the end and the padding of a text: documents of a corpus start with it. It
@@ -31,7 +31,6 @@ def write_tokenizer(source: Path, folder: Path, longest: int) -> None:
     Args:
         source: the corpus' tokenizer.json.
         folder: the checkpoint, which already has its config.json.
-        longest: tokens of a training sequence, beyond which transformers warns.
 
     Raises:
         InterchangeError: the ids differ.
@@ -44,13 +43,12 @@ def write_tokenizer(source: Path, folder: Path, longest: int) -> None:
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         padding_side="left",
-        model_max_length=longest,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
     written.save_pretrained(folder)
-    ours, theirs = Tokenizer.load(source), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ours, theirs = Tokenizer.load(source), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for text in ODD_TEXTS:
         expected, found = ours.encode(text), theirs(text)["input_ids"]
         if found != expected:
