@@ -101,4 +101,4 @@ class ChoirConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**kwargs | {"tie_word_embeddings": tie_word_embeddings})

@@ -169,12 +169,12 @@ class ChoirPreTrainedModel(PreTrainedModel):
     config_class = ChoirConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("ChoirDecoderLayer",)
+    _no_split_modules = ["ChoirDecoderLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
     # Nearly equal scores collapse into ties in bf16, so the router keeps its precision.
-    _keep_in_fp32_modules_strict = ("router",)
+    _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
