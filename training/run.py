@@ -191,8 +191,8 @@ class Run:
         """Lines of routing/steps.jsonl: "step", "threshold_phase", and what `training/routing_telemetry.py` defines."""
         return read_json_lines(self.folder / "routing" / "steps.jsonl")
 
-    def write_environment(self, corpus: Corpus) -> None:
-        """Record what the numbers depend on besides the configuration."""
+    def write_environment(self, corpus: Corpus | None) -> None:
+        """Record what the numbers depend on besides the configuration; without a corpus, none is required later."""
         packages = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "einops")
         environment = {
             "python": platform.python_version(),
@@ -201,7 +201,7 @@ class Run:
             "commit": _commit(),
             "command": sys.argv,
             "threads": torch.get_num_threads(),
-            "corpus_sha256": corpus.sha256,
+            "corpus_sha256": None if corpus is None else corpus.sha256,
         }
         with write_atomically(self.folder / "environment.json") as file:
             file.write(json.dumps(environment, indent=1).encode())
