@@ -190,18 +190,18 @@ def _heldout_windows(
     length = sequence_length
     for domain in corpus.domains:
         token_N, label_N = heldout_labels(corpus, domain)
-        start_M = corpus.document_starts("heldout", domain)
+        document_N = (token_N == end_of_text).cumsum() - 1  # each document starts with its marker
         chosen = spread_windows(len(token_N), length, max_tokens)
         for first in range(0, len(chosen), batch_sequences):
             token_BS = np.full((batch_sequences, length), end_of_text, dtype=np.int64)
             label_BS = np.full_like(token_BS, IGNORED_LABEL)
             document_BS = np.full_like(token_BS, -1)
             for row, window in enumerate(chosen[first : first + batch_sequences]):
-                tokens = token_N[window * length : (window + 1) * length]
-                place_N = np.arange(window * length, window * length + len(tokens))
-                token_BS[row, : len(tokens)] = tokens
-                label_BS[row, : len(tokens)] = label_N[place_N]
-                document_BS[row, : len(tokens)] = np.searchsorted(start_M, place_N, side="right") - 1
+                place = slice(window * length, (window + 1) * length)
+                inputs = slice(0, len(token_N[place]))
+                token_BS[row, inputs] = token_N[place]
+                label_BS[row, inputs] = label_N[place]
+                document_BS[row, inputs] = document_N[place]
             labels = torch.from_numpy(label_BS)
             documents = torch.from_numpy(document_BS)
             yield HeldoutBatch(domain, torch.from_numpy(token_BS), labels, labels != IGNORED_LABEL, documents)

@@ -66,7 +66,7 @@ class RatioBootstrap:
             what = "1 document" if self.documents == 1 else f"{self.documents} documents"
             raise IntervalUndefined(f"{what}; an interval needs {MINIMUM_DOCUMENTS}")
         groups = _collapsed(list(parts.values()))
-        total_y, total_x = (math.fsum(float(part[side].sum()) for part in groups) for side in (0, 1))
+        total_y, total_x = (sum(float(part[side].sum()) for part in groups) for side in (0, 1))
         if total_x <= 0:
             raise IntervalUndefined("no bytes of text")
         if not math.isfinite(total_y):
