@@ -141,6 +141,14 @@ class Batches:
             torch.from_numpy(domain_B),
         )
 
+    def windows_before(self, step: int) -> list[set[int]]:
+        """Give the windows of each domain that the steps before `step` read; window w starts at token w * S."""
+        used: list[set[int]] = [set() for _ in self._tokens]
+        for sample in range(step * self.batch_sequences):
+            domain, window = self._order.locate(sample)
+            used[domain].add(window)
+        return used
+
     def passes(self, step: int) -> dict[str, float]:
         """Give how often each domain has been passed over before `step` (exact to a block)."""
         blocks = step * self.batch_sequences / sum(self.domain_counts.values())
