@@ -44,12 +44,15 @@ class HeldoutBatch(NamedTuple):
         token_BS: int64 inputs; padding is the end-of-text id.
         label_BS: int64 labels; padding is -100.
         valid_BS: bool, False on padding.
+        document_BS: int64, the number of each input's document in the domain's held-out file, -1 on padding; None
+            where the rows come from no corpus. A label belongs to the document of its input: it continues or ends it.
     """
 
     domain: str
     token_BS: Tensor
     label_BS: Tensor
     valid_BS: Tensor
+    document_BS: Tensor | None = None
 
 
 class Batches:
@@ -138,6 +141,14 @@ class Batches:
             torch.from_numpy(domain_B),
         )
 
+    def windows_before(self, step: int) -> list[set[int]]:
+        """Give the windows of each domain that the steps before `step` read; window w starts at token w * S."""
+        used: list[set[int]] = [set() for _ in self._tokens]
+        for sample in range(step * self.batch_sequences):
+            domain, window = self._order.locate(sample)
+            used[domain].add(window)
+        return used
+
     def passes(self, step: int) -> dict[str, float]:
         """Give how often each domain has been passed over before `step` (exact to a block)."""
         blocks = step * self.batch_sequences / sum(self.domain_counts.values())
@@ -186,22 +197,36 @@ def _heldout_windows(
     end_of_text = corpus.tokenizer.end_of_text
     length = sequence_length
     for domain in corpus.domains:
-        token_N = corpus.tokens("heldout", domain)
-        # One label more than tokens: the marker after the last document.
-        label_N = np.append(token_N[1:], token_N.dtype.type(end_of_text))
-        windows = -(-len(token_N) // length)
-        wanted = windows if max_tokens is None else min(windows, -(-max_tokens // length))
-        # Spread over the split: its first windows might be one long document.
-        chosen = [index * windows // wanted for index in range(wanted)]
-        for first in range(0, wanted, batch_sequences):
+        token_N, label_N = heldout_labels(corpus, domain)
+        document_N = (token_N == end_of_text).cumsum() - 1  # each document starts with its marker
+        chosen = spread_windows(len(token_N), length, max_tokens)
+        for first in range(0, len(chosen), batch_sequences):
             token_BS = np.full((batch_sequences, length), end_of_text, dtype=np.int64)
             label_BS = np.full_like(token_BS, IGNORED_LABEL)
+            document_BS = np.full_like(token_BS, -1)
             for row, window in enumerate(chosen[first : first + batch_sequences]):
-                tokens = token_N[window * length : (window + 1) * length]
-                token_BS[row, : len(tokens)] = tokens
-                label_BS[row, : len(tokens)] = label_N[window * length : window * length + len(tokens)]
+                place = slice(window * length, (window + 1) * length)
+                inputs = slice(0, len(token_N[place]))
+                token_BS[row, inputs] = token_N[place]
+                label_BS[row, inputs] = label_N[place]
+                document_BS[row, inputs] = document_N[place]
             labels = torch.from_numpy(label_BS)
-            yield HeldoutBatch(domain, torch.from_numpy(token_BS), labels, labels != IGNORED_LABEL)
+            documents = torch.from_numpy(document_BS)
+            yield HeldoutBatch(domain, torch.from_numpy(token_BS), labels, labels != IGNORED_LABEL, documents)
+
+
+def heldout_labels(corpus: Corpus, domain: str) -> tuple[np.ndarray, np.ndarray]:
+    """A domain's held-out tokens and the label of each, both (N,): the last label is the marker after all documents."""
+    token_N = corpus.tokens("heldout", domain)
+    return token_N, np.append(token_N[1:], token_N.dtype.type(corpus.tokenizer.end_of_text))
+
+
+def spread_windows(tokens: int, length: int, max_tokens: int | None) -> list[int]:
+    """Which of a domain's windows are scored, where at most about `max_tokens` labels are to be."""
+    windows = -(-tokens // length)
+    wanted = windows if max_tokens is None else min(windows, -(-max_tokens // length))
+    # Spread over the split: its first windows might be one long document.
+    return [index * windows // wanted for index in range(wanted)]
 
 
 def document_numbers(token_BS: Tensor, end_of_text: int) -> Tensor:

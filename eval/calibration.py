@@ -61,7 +61,9 @@ def split_heldout(corpus: Corpus, sequence_length: int, tokens: int | None) -> H
         if dealt[row.domain] % 2 == 0:
             scored.append(row)
         elif row.valid_BS[:, 1:].any():
-            calibration.append(HeldoutBatch(row.domain, *(part_BS[:, 1:] for part_BS in row[1:])))
+            calibration.append(
+                HeldoutBatch(row.domain, *(part_BS[:, 1:] for part_BS in row[1:] if part_BS is not None))
+            )
         dealt[row.domain] += 1
     if not calibration:
         raise ValueError(

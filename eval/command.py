@@ -9,8 +9,8 @@ from training.checkpoint import CheckpointError
 from training.run import RunError
 
 
-def run_command(main: Callable[[], None]) -> None:
-    """Run a command; an expected error becomes one line on stderr and exit status 1.
+def run_command(main: Callable[[], None], error_status: int = 1) -> None:
+    """Run a command; an expected error becomes one line on stderr and the exit status for errors.
 
     What counts as expected is what our own code raises for people: a `ValueError` (configurations and data have
     subclasses of it), a run or checkpoint that cannot be read, a missing file, a missing optional package. Anything
@@ -20,6 +20,6 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except (ValueError, OSError, ModuleNotFoundError, RunError, CheckpointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error_status)
     except KeyboardInterrupt:
         sys.exit(130)

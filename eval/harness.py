@@ -23,8 +23,7 @@ from rich.console import Console
 
 from data.atomic import write_atomically
 from eval.command import run_command
-from eval.report import rich_table
-from eval.report_tables import Table
+from eval.report_tables import Table, rich_table
 from eval.scoreboard import finite
 from eval.tasks.continuation import VARIANTS, continuation_questions, write_questions
 from eval.tasks.tables import percent

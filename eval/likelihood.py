@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data.batches import HeldoutBatch, document_numbers, heldout_windows
 from data.corpus import Corpus
+from data.sliding import sliding_windows
 from eval.routing_recorder import RoutingRecorder
 from moe.model import Transformer
 from moe.routing import RoutingContext
@@ -41,12 +42,14 @@ class MixedWindows(NamedTuple):
         token_BS: int64 inputs.
         label_BS: int64 labels, -100 at padding.
         valid_BS: bool, False at padding.
+        document_BS: int64, each input's document in its domain, or None; see `HeldoutBatch`.
     """
 
     domains: list[str]
     token_BS: Tensor
     label_BS: Tensor
     valid_BS: Tensor
+    document_BS: Tensor | None = None
 
 
 @dataclass
@@ -91,11 +94,16 @@ class Scores:
 
     Attributes:
         domains: of the domains that have held-out tokens, in corpus order.
+        documents: of each domain, the likelihood of each held-out document of which something was scored, by its
+            number. The parts of a document that several windows hold are one document, and one that a limit on tokens
+            cuts counts with what was scored of it. Empty where the rows do not say which documents they hold, and
+            with `mode="train_router"`. In a job of several processes all of them have the same sums.
         skipped_rows: rows that were left out (only with `mode="train_router"`).
         skipped_tokens: labels in them.
     """
 
     domains: dict[str, Likelihood] = field(default_factory=dict)
+    documents: dict[str, dict[int, Likelihood]] = field(default_factory=dict)
     skipped_rows: int = 0
     skipped_tokens: int = 0
 
@@ -129,6 +137,7 @@ def evaluate(
     mode: Mode = "causal",
     recorder: RoutingRecorder | None = None,
     rows_as_in_training: bool | None = None,
+    stride: int | None = None,
 ) -> Scores:
     """Score the held-out split of a run's corpus, in windows of the length the run was trained with.
 
@@ -140,14 +149,21 @@ def evaluate(
         mode: "causal", the honest figure, or "train_router".
         recorder: shown every routing.
         rows_as_in_training: see `evaluate_windows`.
+        stride: labels from one window to the next, for causal figures; see `data.sliding.sliding_windows`. None, as
+            the length itself, takes windows that do not overlap.
 
     Raises:
-        ValueError: there is nothing to score, or the model's output is not a number.
+        ValueError: there is nothing to score, a number is out of range, or the model's output is not a number.
     """
     length = config.training.sequence_length
     rows = max(1, min(MOST_ROWS, LOGITS // (length * config.model.vocabulary_size)))
     end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
-    batches = heldout_windows(corpus, length, rows, tokens)
+    if stride is None or stride == length:
+        batches = heldout_windows(corpus, length, rows, tokens)
+    elif mode != "causal" or rows_as_in_training:
+        raise ValueError(f"stride = {stride}: windows that overlap are for causal routing; leave stride out")
+    else:
+        batches = sliding_windows(corpus, length, stride, rows, tokens, within_documents=config.data.document_mask)
     return evaluate_windows(
         model, batches, corpus.tokenizer.token_bytes_V, end_of_text, mode, recorder, rows_as_in_training
     )
@@ -231,6 +247,10 @@ def score(
             if tokens:
                 found = Likelihood(float(nats_BS[row].sum()), tokens, int(byte_BS[row].sum()))
                 scores.domains[domain] = scores.domains.get(domain, Likelihood()) + found
+                if batch.document_BS is not None:
+                    kept_S, numbers_S = kept_BS[row], batch.document_BS[row].numpy()
+                    sums = scores.documents.setdefault(domain, {})
+                    _add_documents(sums, numbers_S[kept_S], nats_BS[row][kept_S], byte_BS[row][kept_S])
     if not scores.domains:
         raise NothingToScore("there is no held-out token to score: hold more text out, or skip fewer rows")
     return scores
@@ -266,7 +286,16 @@ def model_nats(
 
 
 def _mixed(batch: HeldoutBatch) -> MixedWindows:
-    return MixedWindows([batch.domain] * len(batch.token_BS), batch.token_BS, batch.label_BS, batch.valid_BS)
+    return MixedWindows([batch.domain] * len(batch.token_BS), *batch[1:])
+
+
+def _add_documents(sums: dict[int, Likelihood], number_N: np.ndarray, nats_N: np.ndarray, byte_N: np.ndarray) -> None:
+    """Add a row's labels to the sums of their documents."""
+    numbers_M, place_N = np.unique(number_N, return_inverse=True)
+    nats_M, bytes_M = np.bincount(place_N, nats_N), np.bincount(place_N, byte_N)
+    found = zip(numbers_M.tolist(), nats_M.tolist(), np.bincount(place_N).tolist(), bytes_M.tolist(), strict=True)
+    for number, nats, tokens, text_bytes in found:
+        sums[number] = sums.get(number, Likelihood()) + Likelihood(nats, tokens, int(text_bytes))
 
 
 @dataclass

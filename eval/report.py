@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from data.atomic import write_atomically
 from eval import figures
 from eval.command import run_command
-from eval.report_tables import Table, markdown, tables
+from eval.report_tables import markdown, rich_table, tables
 from eval.scoreboard import compute
 from training.run import Run
 
@@ -89,16 +87,6 @@ def _figures(run: Run, report: dict[str, Any]) -> list[tuple[str, Any]]:
         share_LME = np.array([layer["share_of_domain_tokens"] for layer in routing["layers"]], dtype=np.float64)
         drawn.append(("domains", figures.domain_figure(share_LME, routing["domains"], names)))
     return drawn
-
-
-def rich_table(table: Table) -> RichTable:
-    """For the terminal; rows whose first cell begins with "all " are bold."""
-    made = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(table.columns):
-        made.add_column(column, justify="left" if number == 0 or column in table.text_columns else "right")
-    for row in table.rows:
-        made.add_row(*row, style="bold" if row[0].startswith("all ") else None)
-    return made
 
 
 if __name__ == "__main__":

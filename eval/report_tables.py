@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
+from rich.table import Table as RichTable
+
 MISSING = "-"
 
 
@@ -56,11 +59,12 @@ def _scores(report: dict[str, Any]) -> Table:
     model = scores["model"]
 
     def row(name: str, part: Any) -> tuple[str, ...]:
-        values = [part(scores[key]) for key in ("model", "bigram", "unigram")]
-        own = values[0]
+        own, *baselines = (part(scores[key]) for key in ("model", "bigram", "unigram"))
         return (
             name,
-            *(_number(value["bits_per_byte"], 4) for value in values),
+            _number(own["bits_per_byte"], 4),
+            plus_minus(own["interval"]),
+            *(_number(value["bits_per_byte"], 4) for value in baselines),
             _number(own["nats_per_token"], 4),
             f"{own['tokens']:,}",
             f"{own['bytes']:,}",
@@ -72,16 +76,46 @@ def _scores(report: dict[str, Any]) -> Table:
     infinite = " inf: some token was given the probability 0." if "inf" in nats.values() else ""
     means = [scores[key]["mean_over_domains_bits_per_byte"] for key in ("model", "bigram", "unigram")]
     rows.append(row("all bytes (total)", lambda s: s["total"]))
-    rows.append(("all domains alike (mean)", *(_number(mean, 4) for mean in means), "", "", ""))
+    model_mean, *baseline_means = (_number(mean, 4) for mean in means)
+    rows.append(("all domains alike (mean)", model_mean, "", *baseline_means, "", "", ""))
     return Table(
         f"Held-out bits per byte, causal routing: {report['run']} at step {report['step']:,} of "
         f"{report['steps_planned']:,}",
-        ("domain", "model", "bigram", "unigram", "model nats/token", "tokens", "bytes"),
+        ("domain", "model", "± (95%)", "bigram", "unigram", "model nats/token", "tokens", "bytes"),
         rows,
         f"About {report['heldout_tokens_per_domain_limit']:,} held-out tokens of a domain, or all. Unigram and bigram "
         f"(Kneser-Ney) are fitted on the windows of the {report['tokens_consumed']:,} tokens that the run consumed. "
-        f"Lower is better. In nats a token, over all: {in_nats}.{infinite}",
+        f"Lower is better. In nats a token, over all: {in_nats}.{infinite} "
+        + interval_notes({name: values["interval"] for name, values in model["domains"].items()}),
     )
+
+
+def plus_minus(interval: dict[str, Any]) -> str:
+    """The half-width of an interval from `eval.intervals`, or that there is none."""
+    return MISSING if interval["half_width"] is None else f"± {interval['half_width']:.4f}"
+
+
+def interval_notes(intervals: dict[str, dict[str, Any]], without_text: Sequence[str] = ()) -> str:
+    """What ± means, and why a domain has none.
+
+    Args:
+        intervals: of each domain that was scored.
+        without_text: domains that hold nothing out.
+    """
+    lines = ["±: half of the 95% interval over held-out documents (bootstrap); it does not hold the spread of seeds."]
+    lines += [f"No interval for {name}: {one['reason']}." for name, one in intervals.items() if one["reason"]]
+    lines += [f"{name} holds nothing out." for name in without_text]
+    return " ".join(lines)
+
+
+def rich_table(table: Table) -> RichTable:
+    """The table as it is printed."""
+    made = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(table.columns):
+        made.add_column(column, justify="left" if number == 0 or column in table.text_columns else "right")
+    for row in table.rows:
+        made.add_row(*row, style="bold" if row[0].startswith("all ") else None)
+    return made
 
 
 def _noncausal(report: dict[str, Any]) -> Table:

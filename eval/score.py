@@ -24,7 +24,7 @@ from data.atomic import write_atomically
 from eval.command import run_command
 from eval.equivalent_perplexity import equivalents, heldout_sizes, load_tokenizer
 from eval.likelihood import evaluate
-from eval.report import rich_table
+from eval.report_tables import rich_table
 from eval.scoreboard import finite, fitted_baselines
 from eval.tasks.continuation import QUESTIONS, VARIANTS, continuation_questions
 from eval.tasks.loglikelihood import Scorer, model_scorer, ngram_scorer

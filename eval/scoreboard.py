@@ -17,12 +17,13 @@ from data.batches import Batches, heldout_windows
 from data.corpus import Corpus
 from eval import ngram
 from eval import routing_metrics as metrics
+from eval.intervals import bits_per_byte_intervals
 from eval.likelihood import NothingToScore, Scores, evaluate, score
 from eval.routing_recorder import RoutingRecorder
 from training.config import Config
 from training.run import Run
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: the model's scores have intervals
 # Training balance is quoted over so many of the newest routing records of one phase.
 NEWEST_RECORDS = 10
 
@@ -68,7 +69,7 @@ def compute(run: Run, tokens: int | None = None, progress: Callable[[str], None]
         "corpus_sha256": corpus.sha256,
         "threshold_step": config.threshold_step,
         "router": config.moe.router,
-        "scores": {"model": _scores(causal), "bigram": _scores(bigram), "unigram": _scores(unigram)},
+        "scores": {"model": _with_intervals(causal), "bigram": _scores(bigram), "unigram": _scores(unigram)},
         "noncausal": noncausal,
         "routing": _routing(config, recorder, run.routing_records()) if recorder.layers else None,
     }
@@ -112,6 +113,14 @@ def _scores(scores: Scores) -> dict[str, Any]:
         "total": values(scores.total),
         "mean_over_domains_bits_per_byte": scores.mean_bits_per_byte,
     }
+
+
+def _with_intervals(scores: Scores) -> dict[str, Any]:
+    values, intervals = _scores(scores), bits_per_byte_intervals(scores.documents)
+    for name, domain in values["domains"].items():
+        domain["interval"] = intervals["domains"][name]
+    values["total"]["interval"] = intervals["total"]
+    return values
 
 
 def _noncausal(scores: Scores, causal: Scores, dropped_fraction: float) -> dict[str, Any]:

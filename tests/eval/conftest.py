@@ -29,8 +29,17 @@ def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return _trained(tmp_path_factory.mktemp("dense"), 2, {"router": "dense"})
 
 
-def _trained(folder: Path, steps: int, moe: dict[str, Any]) -> Run:
-    inputs = {name: [_text(folder / f"{name}.txt", letters)] for name, letters in (("low", "abcde"), ("high", "vwxyz"))}
+@pytest.fixture(scope="session")
+def many_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Ten steps on two domains of many documents each."""
+    return _trained(tmp_path_factory.mktemp("many"), 10, {"threshold_after": 0.5}, documents=50)
+
+
+def _trained(folder: Path, steps: int, moe: dict[str, Any], documents: int = 1) -> Run:
+    inputs = {
+        name: [_text(folder / f"{name}{number}.txt", letters, number) for number in range(documents)]
+        for name, letters in (("low", "abcde"), ("high", "vwxyz"))
+    }
     prepare(folder / "corpus", 280, inputs, heldout_fraction=0.2)
     values = {
         "run": {"name": "small", "folder": str(folder)},
@@ -52,8 +61,11 @@ def _trained(folder: Path, steps: int, moe: dict[str, Any]) -> Run:
     return Run.open(folder / "small")
 
 
-def _text(path: Path, letters: str) -> Path:
+def _text(path: Path, letters: str, number: int = 0) -> Path:
     generator = random.Random(letters)
     words = ["".join(generator.choices(letters, k=generator.randint(2, 5))) for _ in range(40)]
-    path.write_text("".join(" ".join(generator.choices(words, k=8)) + ".\n" for _ in range(120)))
+    lines = 120
+    if number:  # documents of unequal length after the first
+        generator, lines = random.Random(f"{letters}{number}"), 4 + number % 7
+    path.write_text("".join(" ".join(generator.choices(words, k=8)) + ".\n" for _ in range(lines)))
     return path
