@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         status.update("writing")
         written = write_report(run, report, with_figures=not options.no_figures)
     for table in tables(report):
-        console.print(_rich(table))
+        console.print(rich_table(table))
         if table.note:
             console.print(table.note, style="dim", highlight=False)
         console.print()
@@ -91,7 +91,8 @@ def _figures(run: Run, report: dict[str, Any]) -> list[tuple[str, Any]]:
     return drawn
 
 
-def _rich(table: Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
+    """The table for a screen."""
     made = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(table.columns):
         made.add_column(column, justify="left" if number == 0 or column in table.text_columns else "right")
