@@ -155,17 +155,18 @@ def train_and_measure(job: AblationJob) -> Result:
             train(job.config, Job(), Console(soft_wrap=True, highlight=False, markup=False))
         if not job.trained():
             raise Interrupted(f"{job}: stopped before its end; the same command continues it")
-        result = measure(Run.open(job.run_folder), job.leak_pairs)
+        result = measure(Run.open(job.run_folder), job.config.eval.final_tokens, job.leak_pairs)
     result |= {"asked": job._asked(), "threads": job.threads, **_cost(job)}
     write_json(job.run_folder / "eval" / "ablation.json", result)
     return result
 
 
-def measure(run: Run, leak_pairs: int = 0) -> Result:
+def measure(run: Run, tokens: int, leak_pairs: int = 0) -> Result:
     """The figures of a run: held-out text under causal routing, unless their name says otherwise.
 
     Args:
         run: with a checkpoint.
+        tokens: held-out tokens of each domain at most.
         leak_pairs: pairs of batches for the leak in bits; 0 measures none.
 
     Returns:
@@ -174,7 +175,7 @@ def measure(run: Run, leak_pairs: int = 0) -> Result:
         future: never a result. "leak_bits" is what the true future is worth to that router (audit A3).
     """
     config, corpus, checkpoint = run.config, run.corpus(), run.checkpoint()
-    model, tokens = run.model(checkpoint=checkpoint), config.eval.final_tokens
+    model = run.model(checkpoint=checkpoint)
     recorder = RoutingRecorder(model, corpus.domains)
     causal = evaluate(model, corpus, config, tokens, recorder=recorder)
     layers = recorder.layers
