@@ -123,13 +123,13 @@ def prepare(config: Config, job: Job) -> Experiment:
     choose_backend(config.moe.backend, device.type)  # refuses one that this device has not
     corpus = Corpus.open(config.data.corpus)
     corpus.require_model_vocabulary(config.model.vocabulary_size)
-    training = config.training
+    data, training, seed = config.data, config.training, config.run.seed
     dtype = compute_dtype(training.precision, device)
     job.require_same(
         config_values(config) | {"corpus sha256": corpus.sha256, "dtype": str(dtype), "torch": torch.__version__}
     )
     batches = Batches(
-        corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
+        corpus, training.sequence_length, training.batch_sequences, seed, data.mixture_exponent, data.row_order
     )
     heldout_windows(corpus, training.sequence_length)  # refuses a corpus without held-out text, before training
     run, checkpoint = Run.create(config, job)

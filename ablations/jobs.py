@@ -19,7 +19,11 @@ class _Running(NamedTuple):
 
 
 def run_jobs(
-    work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int, timeout: float
+    work: Callable[..., Any],
+    jobs: Sequence[tuple[Any, ...]],
+    processes: int,
+    timeout: float,
+    keep_going: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """Call `work(*job)` for every job, and yield (the job's place, what it returned) as they are done.
 
@@ -30,6 +34,7 @@ def run_jobs(
         jobs: its arguments; they and its results must be picklable.
         processes: at a time.
         timeout: seconds that one job may take.
+        keep_going: yield the errors below in place of a result, and go on with the other jobs.
 
     Raises:
         TimeoutError: a job took longer.
@@ -53,11 +58,24 @@ def run_jobs(
             ready = wait(list(running), max(0.0, next_deadline - time.monotonic()))
             if not ready:
                 late = min(running.values(), key=lambda each: each.deadline)
-                raise TimeoutError(f"job {jobs[late.job]} gave no result within {timeout:g} s")
+                too_late = TimeoutError(f"job {jobs[late.job]} gave no result within {timeout:g} s")
+                if not keep_going:
+                    raise too_late
+                late.process.kill()
+                late.process.join()
+                running = {pipe: each for pipe, each in running.items() if each is not late}
+                yield late.job, too_late
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                yield running[pipe].job, _receive(pipe, jobs[running[pipe].job])
-                running.pop(pipe).process.join()
+                try:
+                    value = _receive(pipe, jobs[running[pipe].job])
+                except ChildProcessError as error:
+                    if not keep_going:
+                        raise
+                    value = error
+                each = running.pop(pipe)
+                each.process.join()
+                yield each.job, value
     finally:
         for each in running.values():
             each.process.kill()

@@ -7,7 +7,7 @@ a window is left out of training; it is in the held-out windows).
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.corpus import Corpus
 from data.errors import DataError
-from data.order import SampleOrder
+from data.order import Location, SampleOrder
 
 IGNORED_LABEL = -100  # what torch's cross-entropy ignores by default
 
@@ -77,6 +77,7 @@ class Batches:
         batch_sequences: int,
         seed: int,
         mixture_exponent: float = 0.5,
+        row_order: Literal["mixed", "domain"] = "mixed",
     ) -> None:
         """Plan the batches.
 
@@ -87,6 +88,8 @@ class Batches:
             seed: of the order, an integer >= 0.
             mixture_exponent: a domain is drawn in proportion to tokens ** exponent:
                 1 is by size, 0 is equally often.
+            row_order: "mixed" as drawn; "domain" puts the rows of one domain beside
+                each other. A step has the same rows in either order.
 
         Raises:
             DataError: the corpus is too small, or an argument is out of range.
@@ -95,8 +98,11 @@ class Batches:
         _require_positive("batch_sequences", batch_sequences)
         if not 0 <= mixture_exponent <= 10:
             raise DataError(f"mixture_exponent is {mixture_exponent}; allowed are 0 to 10")
+        if row_order not in ("mixed", "domain"):
+            raise DataError(f'row_order is {row_order!r}; allowed are "mixed" and "domain"')
         self.sequence_length = sequence_length
         self.batch_sequences = batch_sequences
+        self._row_order = row_order
         self._vocabulary_size = corpus.vocabulary_size
         self._tokens = [corpus.tokens("train", domain) for domain in corpus.domains]
         windows = [_windows(token_N, sequence_length) for token_N in self._tokens]
@@ -124,8 +130,7 @@ class Batches:
             raise DataError(f"the step is {step}; allowed are 0 and up")
         window_BS = np.empty((stop - start, self.sequence_length + 1), dtype=np.int64)
         domain_B = np.empty(stop - start, dtype=np.int64)
-        for row in range(stop - start):
-            domain, window = self._order.locate(step * self.batch_sequences + start + row)
+        for row, (domain, window) in enumerate(self._locations(step, start, stop)):
             first = window * self.sequence_length
             window_BS[row] = self._tokens[domain][first : first + self.sequence_length + 1]
             domain_B[row] = domain
@@ -148,6 +153,15 @@ class Batches:
             domain, window = self._order.locate(sample)
             used[domain].add(window)
         return used
+
+    def _locations(self, step: int, start: int, stop: int) -> list[Location]:
+        """Where rows [start, stop) of a step are read."""
+        first = step * self.batch_sequences
+        if self._row_order == "mixed":
+            return [self._order.locate(first + row) for row in range(start, stop)]
+        # Every process sorts the whole step, so that each finds its own part of one order.
+        every = [self._order.locate(first + row) for row in range(self.batch_sequences)]
+        return sorted(every, key=lambda location: location.domain)[start:stop]
 
     def passes(self, step: int) -> dict[str, float]:
         """Give how often each domain has been passed over before `step` (exact to a block)."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.corpus import Corpus
 from eval.canary import STEPS, Canary, run_canary
 from eval.causality_audits import (
     RANK,
@@ -24,7 +25,7 @@ from eval.likelihood import MixedWindows, Mode, model_nats
 from moe.groups import needs_allow_leak
 from moe.initialization import build_model
 from moe.routers.registry import Verdict
-from training.checkpoint import load_model
+from training.checkpoint import Checkpoint, load_model
 from training.config import Config
 from training.run import Run
 
@@ -142,28 +143,45 @@ def certify_run(
     if cut < length:
         verdicts.notes.append(f"A1 and A2: sequences cut from {length} to {cut} tokens, which no routing group spans")
     progress("measuring the loss with true and with other futures")
-    end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
-    quick = build_model(config.model, config.moe, config.run.seed)  # the reference backend computes every expert
-    load_model(checkpoint, [quick])
-
-    def nats(mode: Mode) -> Callable[[Tensor, Tensor], np.ndarray]:
-        return lambda token_BS, label_BS: model_nats(
-            quick, MixedWindows([], token_BS, label_BS, torch.ones_like(token_BS, dtype=torch.bool)), end_of_text, mode
-        )
-
     leak: LeakReport | str
     if not config.moe.is_moe:
         leak = "not measured: the model has no router"
     elif len(token_RS) < 4 * group:
         leak = f"not measured: {len(token_RS)} whole rows of held-out text, {4 * group} are needed"
     else:
-        token_bytes_V = corpus.tokenizer.token_bytes_V
-        # A run that trains by thresholds from the first step has no other training router.
-        trained: Mode = "train_router" if config.threshold_step > 0 else "causal"
-        leak = measure_leak(nats(trained), nats("causal"), token_RS, label_RS, token_bytes_V, group, pairs)
+        leak = measure_run_leak(config, corpus, checkpoint, (token_RS, label_RS), group, pairs)
     certificate = _certificate(config, allow_leak, str(run.folder), verdicts, leak, canary_steps, progress)
     certificate.step = checkpoint.step
     return certificate
+
+
+def measure_run_leak(
+    config: Config, corpus: Corpus, checkpoint: Checkpoint, text: tuple[Tensor, Tensor], rows: int, pairs: int
+) -> LeakReport:
+    """A3 and A6 of a run with a router.
+
+    Args:
+        config: of the run.
+        corpus: of the run.
+        checkpoint: of the run.
+        text: (token_RS, label_RS) from `mixed_rows`.
+        rows: see `measure_leak`.
+        pairs: see `measure_leak`.
+    """
+    # Not on the reference backend, which computes every expert for every token.
+    model = build_model(config.model, config.moe, config.run.seed)
+    load_model(checkpoint, [model])
+    model.eval()
+    end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
+
+    def nats(mode: Mode) -> Callable[[Tensor, Tensor], np.ndarray]:
+        return lambda token_BS, label_BS: model_nats(
+            model, MixedWindows([], token_BS, label_BS, torch.ones_like(token_BS, dtype=torch.bool)), end_of_text, mode
+        )
+
+    # A run that trains by thresholds from the first step has no other training router.
+    trained: Mode = "train_router" if config.threshold_step > 0 else "causal"
+    return measure_leak(nats(trained), nats("causal"), *text, corpus.tokenizer.token_bytes_V, rows, pairs)
 
 
 def _certificate(

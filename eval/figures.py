@@ -43,7 +43,7 @@ def loss_figure(metrics: Sequence[dict[str, Any]], threshold_step: int | None = 
     if not (causal[0].size or noncausal[0].size or held_out[0].size):
         raise ValueError("metrics.jsonl has no step yet: train first")
     apart = noncausal[0].size > 0
-    figure = _figure(7, 6.4 if apart else 4)
+    figure = new_figure(7, 6.4 if apart else 4)
     panels = figure.subplots(2 if apart else 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     if causal[0].size:
         _noisy_line(panels[0], *causal, BLUE, "training, causal routing")
@@ -130,7 +130,8 @@ def domain_figure(share_LME: np.ndarray, domains: Sequence[str], layer_names: Se
     return figure
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of that many inches, which needs no screen."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -145,7 +146,7 @@ def _figure(width: float, height: float) -> Any:
 def _grid(panels: int, height: float = 2.6) -> tuple[Any, list[Any]]:
     columns = min(panels, 2) if panels <= 8 else 4
     rows = math.ceil(panels / columns)
-    figure = _figure(4.2 * columns + 1, height * rows + 0.6)
+    figure = new_figure(4.2 * columns + 1, height * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for unused in axes[panels:]:
         unused.set_axis_off()

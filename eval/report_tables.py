@@ -45,13 +45,17 @@ def markdown(report: dict[str, Any], files: Sequence[str]) -> str:
     """The report as Markdown, with the figures among `files` shown."""
     lines = [f"# Report of {report['run']}", ""]
     for table in tables(report):
-        lines += [f"## {table.title}", ""]
-        lines.append("| " + " | ".join(_escape(column) for column in table.columns) + " |")
-        lines.append("|" + "---|" * len(table.columns))
-        lines += ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in table.rows]
+        lines += [f"## {table.title}", "", *markdown_table(table)]
         lines += ["", *([table.note, ""] if table.note else [])]
     lines += [f"![{name.removesuffix('.png')}]({name})" for name in files if name.endswith(".png")]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def markdown_table(table: Table) -> list[str]:
+    """The lines of its heads and rows."""
+    heads = "| " + " | ".join(_escape(column) for column in table.columns) + " |"
+    rows = ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in table.rows]
+    return [heads, "|" + "---|" * len(table.columns), *rows]
 
 
 def _scores(report: dict[str, Any]) -> Table:

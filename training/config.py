@@ -47,6 +47,9 @@ class DataConfig:
     """Folder written by `python -m data.prepare`."""
     mixture_exponent: float = 0.5
     """A domain is sampled in proportion to its tokens to this power: 1 by size, 0 all alike."""
+    row_order: Literal["mixed", "domain"] = "mixed"
+    """How a step's sequences lie in its batch: as drawn, or sorted by domain, so that most routing groups and
+    micro-batches hold one domain. A step has the same sequences either way."""
     document_mask: bool = True
     """Attention stays within a document; false lets documents packed in one row see the earlier ones."""
 

@@ -41,7 +41,7 @@ def load_config(arguments: Sequence[str], program: str = "train.py") -> Config:
     # The checks that span keys must see file and flags together: a flag may mend what the file alone gets wrong.
     # So the flags are parsed over unchecked defaults first, and the checked dataclasses are built from the result.
     values = {section.name: _section_values(section, base, source) for section in dataclasses.fields(Config)}
-    _refuse_unknown(base, [f.name for f in dataclasses.fields(Config)], "", source)
+    refuse_unknown(base, [f.name for f in dataclasses.fields(Config)], "", source)
     parsed = tyro.cli(
         _unchecked(Config),
         args=arguments,
@@ -68,7 +68,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def config_from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
     """Build a checked `Config` from nested dictionaries, with defaults for what is missing."""
-    _refuse_unknown(values, [f.name for f in dataclasses.fields(Config)], "", source)
+    refuse_unknown(values, [f.name for f in dataclasses.fields(Config)], "", source)
     sections = {}
     for section in dataclasses.fields(Config):
         sections[section.name] = _section_type(section.name)(**_section_values(section, values, source))
@@ -104,14 +104,28 @@ def _section_values(section: dataclasses.Field[Any], base: dict[str, Any], sourc
     if not isinstance(given, dict):
         raise ConfigError(f"{source}: {section.name} = {given!r}: must be a section, written [{section.name}]")
     cls = _section_type(section.name)
-    fields = dataclasses.fields(cls)
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+    return defaults | checked_values(cls, given, f"{section.name}.", source)
+
+
+def checked_values(cls: type, given: dict[str, Any], prefix: str, source: str) -> dict[str, Any]:
+    """The given values of a dataclass' fields, each known and of the type that its field is annotated with.
+
+    Args:
+        cls: the dataclass.
+        given: as read from TOML.
+        prefix: of the keys in messages, such as "moe.".
+        source: the file, for messages.
+
+    Raises:
+        ConfigError: names the key, and the right one where it is misspelt.
+    """
     hints = typing.get_type_hints(cls)
-    _refuse_unknown(given, [f.name for f in fields], f"{section.name}.", source)
-    checked = {key: _check_type(f"{section.name}.{key}", value, hints[key], source) for key, value in given.items()}
-    return {f.name: f.default for f in fields} | checked
+    refuse_unknown(given, [f.name for f in dataclasses.fields(cls)], prefix, source)
+    return {key: _check_type(f"{prefix}{key}", value, hints[key], source) for key, value in given.items()}
 
 
-def _refuse_unknown(given: dict[str, Any], allowed: list[str], prefix: str, source: str) -> None:
+def refuse_unknown(given: dict[str, Any], allowed: list[str], prefix: str, source: str) -> None:
     """A key that nothing reads is an error that names the nearest key, in any section."""
     for key in given:
         if key in allowed:
