@@ -7,13 +7,12 @@ T (30 + L (ceil(E/8) + 4k + 2)) bytes. 100,000 tokens of 16 layers with 64 exper
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from data.batches import document_numbers, heldout_window_starts, heldout_windows
+from data.batches import document_numbers, heldout_windows
 from data.corpus import Corpus
 from eval.likelihood import LOGITS, MOST_ROWS
 from moe.model import Transformer, token_losses
@@ -113,7 +112,9 @@ def record(model: Transformer, corpus: Corpus, config: Config, tokens: int = TOK
     rows = max(1, min(MOST_ROWS, LOGITS // (length * config.model.vocabulary_size)))
     end_of_text = corpus.tokenizer.end_of_text
     layer_recorder = _LayerRecorder({layer.index: model.moe_config.num_experts for layer in model.moe_layers()})
-    places = _places(corpus, length, tokens)
+    # Documents and rows are numbered over all domains.
+    starts = np.cumsum([0, *(len(corpus.document_starts("heldout", domain)) for domain in corpus.domains)])
+    windows = 0
     columns: list[tuple[np.ndarray, ...]] = []
     for batch in heldout_windows(corpus, length, rows, tokens):
         valid_BS = None if bool(batch.valid_BS.all()) else batch.valid_BS.to(model.device)
@@ -124,18 +125,18 @@ def record(model: Transformer, corpus: Corpus, config: Config, tokens: int = TOK
             logits_BSV = model(token_BS, context, document_BS)
             loss_BS = token_losses(logits_BSV, label_BS)
         used_BS = batch.valid_BS.numpy()
-        row_BS, document_BS_N = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
-        for row in range(rows):
-            if used_BS[row].any():
-                row_BS[row], document_BS_N[row] = next(places)
+        assert batch.document_BS is not None
+        domain = corpus.domains.index(batch.domain)
+        row_BS = np.broadcast_to(np.arange(windows, windows + rows, dtype=np.int32)[:, None], used_BS.shape)
+        windows += int(used_BS.any(1).sum())
         columns.append(
             (
                 batch.token_BS.numpy()[used_BS].astype(np.int32),
                 batch.label_BS.numpy()[used_BS].astype(np.int32),
                 logits_BSV.argmax(-1).cpu().numpy()[used_BS].astype(np.int32),
-                np.full(int(used_BS.sum()), corpus.domains.index(batch.domain), np.int16),
+                np.full(int(used_BS.sum()), domain, np.int16),
                 row_BS[used_BS],
-                document_BS_N[used_BS],
+                (starts[domain] + batch.document_BS.numpy()[used_BS]).astype(np.int32),
                 _positions(batch.token_BS.numpy(), end_of_text, config.data.document_mask)[used_BS],
                 loss_BS.float().cpu().numpy()[used_BS],
             )
@@ -186,18 +187,6 @@ def top(assigned_TE: np.ndarray, weight_TE: np.ndarray) -> np.ndarray:
     """int16 (T,): the assigned expert with the largest weight, the first of equal ones; -1 for a token without any."""
     top_T = np.where(assigned_TE, weight_TE, -np.inf).argmax(1)
     return np.where(assigned_TE.any(1), top_T, NO_EXPERT).astype(np.int16)
-
-
-def _places(corpus: Corpus, length: int, tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """For each window in turn its number and the number of each token's document, counted over all domains."""
-    row = documents = 0
-    for domain in corpus.domains:
-        start_M = corpus.document_starts("heldout", domain)
-        for start in heldout_window_starts(len(corpus.tokens("heldout", domain)), length, tokens):
-            place_S = np.arange(start, start + length)
-            yield row, documents + np.searchsorted(start_M, place_S, side="right") - 1
-            row += 1
-        documents += len(start_M)
 
 
 def _positions(token_BS: np.ndarray, end_of_text: int, within_documents: bool) -> np.ndarray:
