@@ -29,6 +29,12 @@ SHORTENED = {
         "0",
     ],
     "eval.report": ["--tokens", "512"],
+    "eval.bits_per_byte": ["--tokens", "512"],
+    "eval.score": ["--questions", "4", "--limit", "8"],
+    "eval.compare": ["--tokens", "512"],
+    "eval.audit": ["--prompts", "2"],
+    "eval.export": [],
+    "ablations.run": ["--quick", "--seeds", "1"],
     "eval.generate": ["--new-tokens", "4"],
     "eval.parity": ["--rows", "1"],
     "eval.causality runs/": ["--canary-steps", "20", "--pairs", "2"],
@@ -44,6 +50,7 @@ SHORTENED = {
 }
 # What stands for machines that a test has not.
 ONE_MACHINE = {"--nnodes 4 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 2", "head-node:29500": "localhost:0"}
+FEWER_ARMS = {"ablations/shared.toml": "ablations/zloss.toml"}
 # Set-up, which the Makefile and these lines share; compared with it instead of being run again.
 SETUP = ("make train", "make test", "python3 -m venv", ". .venv/bin/activate", "pip install", "git clone", "cd choir")
 
@@ -66,7 +73,7 @@ def test_the_set_up_lines_are_those_of_the_makefile():
             assert re.sub(r"'\.\[.*\]'", "", command).strip() in plain
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 def test_every_command_runs(tmp_path):
     rooms = ("configs", "moe", "parallel", "data", "training", "eval", "ablations", "benchmarks")
     for entry in ("train.py", "constraints.txt", *rooms):
@@ -89,7 +96,7 @@ def test_every_command_runs(tmp_path):
             pytest.importorskip("transformers", reason="the peer is an optional extra")
         # A shell expands the file patterns, as it does for the reader.
         line = " ".join([command, *map(shlex.quote, flags)])
-        for there, here in ONE_MACHINE.items():
+        for there, here in (ONE_MACHINE | FEWER_ARMS).items():
             line = line.replace(there, here)
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

@@ -40,7 +40,11 @@ def write_tensors(folder: Path, tensors: Sequence[tuple[str, Tensor]], file_byte
     names = [SINGLE] if len(files) == 1 else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in _count(files)]
     for file_name, content in zip(names, files, strict=True):
         whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in content}
-        save_file(whole, folder / file_name, metadata={"format": "pt"})
+        path = folder / file_name
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(whole, path, metadata={"format": "pt"})
+        path.chmod(mode)  # save_file makes files that others may not read
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for _, tensor in tensors)},
