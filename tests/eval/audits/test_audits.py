@@ -70,9 +70,9 @@ def overfitted(corpus, config, steps: int) -> Transformer:
 def test_a_model_that_knows_its_text_by_heart_is_caught_and_a_new_one_is_not(planted) -> None:
     corpus, config = planted
     settings = {"per_domain": 16, "prompt_tokens": 10, "new_tokens": 10}
-    caught = audit_leakage(overfitted(corpus, config, 200), corpus, config, 4, **settings)
+    caught = audit_leakage(overfitted(corpus, config, 100), corpus, config, 4, **settings)
     assert caught["leaks"] is True
-    assert caught["difference_tokens"] > 3
+    assert caught["difference_tokens"] > 2
     assert caught["kinds"]["train"]["whole_continuations"] >= 4
     new = audit_leakage(overfitted(corpus, config, 0), corpus, config, 4, **settings)
     assert new["leaks"] is False
