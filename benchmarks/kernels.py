@@ -3,7 +3,8 @@
 Every contender does one forward and backward pass in turn, many rounds; a ratio is the median over rounds of two passes
 of the same round. "Products" are the six matrix products of a dense SwiGLU layer and nothing else.
 
-`--model` prints instead the least time of each Triton kernel on an H200, see `moe/kernels/roofline.py`.
+`--model` prints instead the least time of each Triton kernel on an H200, see `moe/kernels/roofline.py`: of published
+models' layers, or of `--shapes`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu import MIXTRAL, QWEN
+from benchmarks.gpu import MIXTRAL, QWEN, Layer
+from data.atomic import write_atomically
 from eval.command import run_command
 from moe.kernels import grouped_mlp
 from moe.kernels.roofline import Bound, bounds, passes
@@ -55,6 +58,11 @@ class Shape:
             )
         return cls(*map(int, parts))
 
+    @property
+    def layer(self) -> tuple[int, int, int, int, int]:
+        """(tokens, D, F, E, experts a token): one expert a token, so that rows are tokens."""
+        return self.rows, self.width, self.expert_width, self.experts, 1
+
     def group_sizes(self, groups: str) -> list[int]:
         """Rows of each expert: "equal", or "skewed" as of a router without balance (normal logits)."""
         if groups == "equal":
@@ -70,7 +78,7 @@ class Shape:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="experts x width x expert width x rows")
+    parser.add_argument("--shapes", nargs="+", help=f"experts x width x expert width x rows ({' '.join(SHAPES)})")
     parser.add_argument("--groups", nargs="+", default=["equal", "skewed"], choices=["equal", "skewed"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--repeats", type=int, default=25, help="counted rounds")
@@ -78,17 +86,22 @@ def main() -> None:
     parser.add_argument("--json", help="also write the results to this file")
     parser.add_argument("--model", action="store_true", help="print the roofline model of the GPU kernels and stop")
     options = parser.parse_args()
+    shapes = [Shape.parse(text) for text in options.shapes or SHAPES]
     if options.model:
-        print_model(Console() if sys.stdout.isatty() else Console(width=120))
+        layers = [Layer(f"--shapes {text}", *Shape.parse(text).layer) for text in options.shapes or ()]
+        print_model(Console() if sys.stdout.isatty() else Console(width=120), layers or [QWEN, MIXTRAL])
         return
-    shapes = [Shape.parse(text) for text in options.shapes]
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats}: must be at least 1")
+    if options.json and not Path(options.json).parent.is_dir():
+        raise ValueError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     results = []
     console = Console() if sys.stdout.isatty() else Console(width=140)
     table = Table(title=f"forward + backward, ms: median (range) of {options.repeats} rounds", title_justify="left")
-    columns = ["experts", "D", "F", "rows", "", "groups", "products", "experts", "ratio"]
+    columns = ["E", "D", "F", "rows", "", "groups", "products", "experts", "ratio"]
     columns += ["with weights read and written", "dense SwiGLU", "grouped_mm alone", "and gather, combine"]
     for column in columns:
         table.add_column(column)
@@ -102,17 +115,20 @@ def main() -> None:
                     *(str(v) for v in vars(shape).values()),
                     *(precision, groups, _spread(times["products"]), _spread(times["experts"])),
                     *(f"{ratios['experts']:.2f}", f"{ratios['experts, weights counted']:.2f}"),
-                    *(f"{ratios[name]:.2f}" for name in ("dense SwiGLU", "grouped_mm alone", "gather and combine")),
+                    *(
+                        f"{ratios[name]:.2f}" if name in ratios else "-"
+                        for name in ("dense SwiGLU", "grouped_mm alone", "gather and combine")
+                    ),
                 )
     console.print(table)
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+        with write_atomically(Path(options.json)) as file:
+            file.write(json.dumps(results, indent=1).encode())
 
 
-def print_model(console: Console) -> None:
-    """The bounds of each kernel on an H200, at the shapes of published models."""
-    for layer in (QWEN, MIXTRAL):
+def print_model(console: Console, layers: Sequence[Layer]) -> None:
+    """The bounds of each kernel on an H200, with equal groups."""
+    for layer in layers:
         shape = LayerShape.balanced(layer.tokens, layer.width, layer.expert_width, layer.experts, layer.per_token)
         tiles = find_tiles("sm_90", torch.bfloat16, layer.width, layer.expert_width, shape.rows_E[0])
         found = bounds(shape, tiles.by_kernel)
@@ -200,7 +216,7 @@ def build(shape: Shape, dtype: torch.dtype, sizes: list[int]) -> dict[str, Calla
             target.copy_(source.detach())
 
     weights = (w13_E2FD, w2_EDF)
-    return {
+    contenders = {
         "products": products,
         "experts": passes(lambda: grouped_mlp(x_AD, *weights, ordered), x_AD, *weights),
         "copy of the weights": copy,
@@ -208,10 +224,14 @@ def build(shape: Shape, dtype: torch.dtype, sizes: list[int]) -> dict[str, Calla
         "grouped_mm alone": passes(grouped, x_AD, *weights),
         "gather and combine": passes(lambda: grouped_mlp(x_AD, *weights, routed), x_AD, weight_A, *weights),
     }
+    if any(side * dtype.itemsize % 16 for side in (width, expert_width)):
+        del contenders["grouped_mm alone"]  # its rows are whole 16 bytes
+    return contenders
 
 
 def _spread(times: list[float]) -> str:
-    return f"{statistics.median(times):.0f} ({min(times):.0f}-{max(times):.0f})"
+    digits = 0 if statistics.median(times) >= 10 else 2
+    return f"{statistics.median(times):.{digits}f} ({min(times):.{digits}f}-{max(times):.{digits}f})"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The least time that each grouped-GEMM kernel can take on a GPU, from its arithmetic, its bytes and its tiles.
 
-Nothing here is measured: these are bounds, for the planner and to hold measurements against. Bytes are what must pass
+Nothing here is measured: `python -m benchmarks.kernels --model` prints these bounds. Bytes are what must pass
 once between memory and chip; what the caches miss comes on top. Loads are taken to be hidden by the tile's stages but
 for their volume: every tile's blocks come through its multiprocessor's port to the cache.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,12 +101,30 @@ def only_noted() -> Iterator[list[Launch]]:
         _noted = before
 
 
+_watched: tuple[str, Callable[[], Any], list[tuple[Any, Any]]] | None = None
+
+
+@contextmanager
+def watched(name: str, clock: Callable[[], Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """Within this context `clock` is called before and after each launch of one name, and the pairs are collected."""
+    global _watched
+    before, _watched = _watched, (name, clock, [])
+    try:
+        yield _watched[2]
+    finally:
+        _watched = before
+
+
 def launch(name: str, kernel: Any, grid: tuple[int, ...], warps: int, stages: int, **arguments: Any) -> None:
     """Run a kernel, or note it down."""
     if _noted is not None:
         _noted.append(Launch(name, kernel, grid, arguments, warps, stages))
-    else:
-        kernel[grid](**arguments, num_warps=warps, num_stages=stages)
+        return
+    clock = _watched[1] if _watched is not None and _watched[0] == name else None
+    began = clock() if clock else None
+    kernel[grid](**arguments, num_warps=warps, num_stages=stages)
+    if clock and _watched is not None:
+        _watched[2].append((began, clock()))
 
 
 def precision(dtype: torch.dtype) -> str:
