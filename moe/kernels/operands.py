@@ -54,7 +54,7 @@ def check_operands(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Rout
             f"there are {rows}: give capacity = None where experts take unequal numbers"
         )
     if type(offsets_E) is Tensor and offsets_E.device.type == "cpu":
-        _check_offsets(offsets_E.tolist(), rows, routing.capacity)
+        check_offsets(offsets_E, rows, routing.capacity)
 
 
 def _check_types(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor) -> None:
@@ -67,7 +67,9 @@ def _check_types(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor) -> None:
         raise ValueError(f"the experts compute in {names}, not in {x_TD.dtype}: cast")
 
 
-def _check_offsets(end_E: list[int], rows: int, capacity: int | None) -> None:
+def check_offsets(offsets_E: Tensor, rows: int, capacity: int | None) -> None:
+    """Refuse values that are not the ends of runs; only of a tensor in the host's memory, which nobody waits for."""
+    end_E = offsets_E.tolist()
     start_E = [0, *end_E[:-1]]
     lengths = [end - start for start, end in zip(start_E, end_E, strict=True)]
     if capacity is not None and set(lengths) != {capacity}:
