@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
+from benchmarks import gpu
 from benchmarks.tune import LAYERS, best_tiles, candidates, is_sound, rule, with_rows
 from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, Tile, Tiles, find_tiles
 
@@ -29,7 +32,14 @@ def test_the_whole_gpu_script_runs_in_the_interpreter_at_toy_sizes(tmp_path):
     done = run("benchmarks.gpu", "--out", str(tmp_path), "--rehearse", interpret=True)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "gpu.json").read_text())
-    assert result["rehearsal"] and all(entry["same_bits"] for entry in result["correctness"])
+    assert result["rehearsal"] and result["failed"] == []
+    for name in ("toy", "toy, equal"):
+        assert result[f"correctness, {name}"]["same_bits"] and result[f"correctness, {name}"]["passed"]
+    for router in ("token_choice", "expert_choice"):
+        compiled = result[f"compiled blocks, {router}"]
+        assert compiled["passed"] and compiled["graphs"] >= 1, compiled
+    assert result["compiled blocks, expert_choice"]["graph_breaks"] == {}
+    assert "--corpus" in result["training"]["not run"] and "needs --corpus" in done.stdout
     assert set(result["speed, toy, equal"]) == {"choir, triton", "dense torch.matmul", "gather, bmm, index_add"}
 
 
@@ -40,20 +50,91 @@ def test_without_a_gpu_one_line_says_so(tmp_path, script):
     assert done.returncode != 0 and "GPU" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
-    """Here: an error that no kernel is below. The speed table is made all the same; the exit status tells."""
-    from benchmarks import gpu
+@pytest.fixture
+def rehearse(tmp_path, monkeypatch):
+    """Run the script with parts replaced: (how it ended, what it kept)."""
 
-    entry = {"layer": "toy", "errors": {"out": 1.0}, "same_bits": True, "passed": False}
-    monkeypatch.setattr(gpu, "correctness", lambda *arguments: entry)
-    monkeypatch.setattr(gpu, "speed", lambda *arguments: {})
-    monkeypatch.setattr(gpu, "print_speed", lambda *arguments: None)
-    monkeypatch.setattr(gpu, "os", SimpleNamespace(environ={"TRITON_INTERPRET": "1"}))  # for the script alone
-    monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path), "--rehearse"])
-    with pytest.raises(SystemExit, match="failed: correctness, toy; correctness, toy; .*gpu.json"):
-        gpu.main()
-    result = json.loads((tmp_path / "gpu.json").read_text())
-    assert result["failed"] and "speed, toy, equal" in result and "--corpus" in result["training"]
+    def call(*flags, **parts):
+        whole = {"correctness": {"passed": True}, "compiled_blocks": {"passed": True}, "speed": {}, "print_speed": None}
+        for name, value in (whole | parts).items():
+            monkeypatch.setattr(gpu, name, value if callable(value) else lambda *arguments, value=value: value)
+        monkeypatch.setattr(gpu, "os", SimpleNamespace(environ={"TRITON_INTERPRET": "1"}))  # for the script alone
+        monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path), "--rehearse", *flags])
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        return str(ended.value), json.loads((tmp_path / "gpu.json").read_text())
+
+    return call
+
+
+def broken(*arguments):
+    raise RuntimeError("no room [4 GiB]")
+
+
+def test_a_result_that_is_wrong_is_kept_and_the_rest_goes_on(rehearse):
+    ended, result = rehearse(correctness={"errors": {"out": 1.0}, "passed": False})
+    assert ended.startswith("failed: correctness, toy; correctness, toy, equal; ") and "gpu.json" in ended
+    assert result["failed"] == ["correctness, toy", "correctness, toy, equal"] and "speed, toy, equal" in result
+
+
+@pytest.mark.parametrize("part", ["correctness", "compiled_blocks", "speed"])
+def test_a_part_that_breaks_off_is_kept_and_the_rest_goes_on(rehearse, part):
+    _, result = rehearse(**{part: broken})
+    name = part.replace("_", " ")
+    assert len(result["failed"]) == 2 and all(each.startswith(name) for each in result["failed"])
+    assert all(result[each]["error"] == "RuntimeError: no room [4 GiB]" for each in result["failed"])
+    assert len(result) == 3 + 2 + 2 + 2 + 1  # versions, rehearsal and failed; three parts twice; training
+
+
+def test_a_contender_that_breaks_off_leaves_the_times_of_the_others(monkeypatch, capsys):
+    x = torch.ones(3, requires_grad=True)
+    table = {"broken": (broken, [x]), "dense torch.matmul": (lambda: x * 2, [x])}
+    monkeypatch.setattr(gpu, "contenders", lambda *arguments: table)
+    times = gpu.speed(gpu.TOY, torch.device("cpu"), torch.float32, repeats=2)
+    assert times["broken"] == {"error": "RuntimeError: no room [4 GiB]"}
+    assert len(times["dense torch.matmul"]["backward_ms"]) == 2 and "peak_bytes" in times["dense torch.matmul"]
+    gpu.print_speed(Console(width=120), gpu.TOY, times)
+    assert "failed" in capsys.readouterr().out
+
+
+def test_losses_without_anything_to_hold_them_against_fail(rehearse):
+    """The run on the CPU breaks off: what the others give proves nothing."""
+
+    def training(corpus, device, compiled=False, expected=None):
+        return broken() if expected is None else gpu.judged([2.0], expected)
+
+    _, result = rehearse("--corpus", "anywhere", training=training)
+    assert result["failed"] == ["training, CPU", "training, eager", "training, compiled"]
+    assert "no losses to compare with" in result["training, eager"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "passed"), [((5.0, 4.03), True), ((5.0, 4.05), False), ((5.0, math.nan), False), ((math.inf, 4), False)]
+)
+def test_losses_pass_within_a_hundredth_of_the_cpus(losses, passed):
+    assert gpu.judged(losses, [5.0, 4.0])["passed"] is passed
+
+
+def test_every_kernel_that_is_tuned_is_seen_once_in_a_layers_call():
+    """What the times of `benchmarks.tune` are taken between."""
+    code = """
+import torch
+from benchmarks.gpu import TOY, inputs
+from moe.kernels import grouped_mlp
+from moe.kernels.triton.launch import watched
+from moe.kernels.triton.tiles import KERNELS
+leaves, routing, grad_TD = inputs(TOY, torch.device("cpu"), torch.float32)
+for kernel in KERNELS:
+    ticks = iter(range(100))
+    with watched(kernel, lambda: next(ticks)) as seen:
+        for _ in range(2):
+            torch.autograd.grad(grouped_mlp(*leaves[:3], routing, "triton"), leaves, grad_TD)
+    assert seen == [(0, 1), (2, 3)], (kernel, seen)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_would_be_tuned_contains_the_present_tile_and_others_that_fit_beside_the_rest():
