@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu import MIXTRAL, QWEN, Layer
+from benchmarks.gpu import MIXTRAL, QWEN, Layer, check_writable
 from data.atomic import write_atomically
 from eval.command import run_command
 from moe.kernels import grouped_mlp
@@ -67,7 +67,10 @@ class Shape:
         """Rows of each expert: "equal", or "skewed" as of a router without balance (normal logits)."""
         if groups == "equal":
             if self.rows % self.experts:
-                raise ValueError(f"{self.rows} rows do not divide among {self.experts} experts")
+                raise ValueError(
+                    f"--shapes: {self.rows} rows do not divide among {self.experts} experts in equal groups: change "
+                    "one, or take --groups skewed"
+                )
             return [self.rows // self.experts] * self.experts
         generator = torch.Generator().manual_seed(0)
         popularity_E = torch.randn(self.experts, generator=generator).softmax(0)
@@ -88,13 +91,20 @@ def main() -> None:
     options = parser.parse_args()
     shapes = [Shape.parse(text) for text in options.shapes or SHAPES]
     if options.model:
+        if options.json:
+            raise ValueError("--json keeps measured times, and --model prints bounds: leave one out")
         layers = [Layer(f"--shapes {text}", *Shape.parse(text).layer) for text in options.shapes or ()]
         print_model(Console() if sys.stdout.isatty() else Console(width=120), layers or [QWEN, MIXTRAL])
         return
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}: must be at least 1")
-    if options.json and not Path(options.json).parent.is_dir():
-        raise ValueError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
+    if options.threads < 0:
+        raise ValueError(f"--threads {options.threads}: must be at least 1, or 0 for PyTorch's choice")
+    if options.json:
+        check_writable(options.json, "--json")
+    for shape in shapes:
+        for groups in options.groups:
+            shape.group_sizes(groups)  # refused before anything is measured
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -230,8 +240,9 @@ def build(shape: Shape, dtype: torch.dtype, sizes: list[int]) -> dict[str, Calla
 
 
 def _spread(times: list[float]) -> str:
-    digits = 0 if statistics.median(times) >= 10 else 2
-    return f"{statistics.median(times):.{digits}f} ({min(times):.{digits}f}-{max(times):.{digits}f})"
+    median = statistics.median(times)
+    digits = 0 if median >= 10 else 2 if median >= 0.1 else 4
+    return f"{median:.{digits}f} ({min(times):.{digits}f}-{max(times):.{digits}f})"
 
 
 if __name__ == "__main__":

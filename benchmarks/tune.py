@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu import Layer, inputs
+from benchmarks.gpu import Layer, check_writable, inputs
 from data.atomic import write_atomically
 from eval.command import run_command
 from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, TABLE, Tile, Tiles, find_tiles
@@ -50,6 +50,7 @@ def main() -> None:
         raise ValueError("tiles are measured on a GPU, and there is none here")
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}: must be at least 1")
+    check_writable(options.out, "--out")
     from moe.kernels.triton.launch import target_of
 
     target = target_of(torch.device("cuda"))

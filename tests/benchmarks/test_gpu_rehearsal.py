@@ -17,7 +17,8 @@ from rich.console import Console
 
 from benchmarks import gpu
 from benchmarks.tune import LAYERS, best_tiles, candidates, is_sound, rule, with_rows
-from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, Tile, Tiles, find_tiles
+from moe.kernels.triton import tiles
+from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, TABLE, Tile, Tiles, find_tiles
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,11 +120,11 @@ def test_every_kernel_that_is_tuned_is_seen_once_in_a_layers_call():
     """What the times of `benchmarks.tune` are taken between."""
     code = """
 import torch
-from benchmarks.gpu import TOY, inputs
+from benchmarks.gpu import Layer, inputs
 from moe.kernels import grouped_mlp
 from moe.kernels.triton.launch import watched
 from moe.kernels.triton.tiles import KERNELS
-leaves, routing, grad_TD = inputs(TOY, torch.device("cpu"), torch.float32)
+leaves, routing, grad_TD = inputs(Layer("", 8, 16, 16, 2, 1), torch.device("cpu"), torch.float32)
 for kernel in KERNELS:
     ticks = iter(range(100))
     with watched(kernel, lambda: next(ticks)) as seen:
@@ -174,25 +175,18 @@ def test_a_tile_that_spills_is_not_sound():
     assert not is_sound(layer, "sm_90", "up_fwd", present | {"up_fwd": replace(present["up_fwd"], warps=4)})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--repeats", "0"), "--repeats 0: must be at least 1"),
-        (("--json", "nowhere/at/all.json"), "there is no folder nowhere/at"),
-        (("--shapes", "4x16x16"), "must be four numbers"),
-    ],
-)
-def test_bad_flags_are_refused_before_anything_is_measured(arguments, message):
-    done = run("benchmarks.kernels", *arguments, interpret=False)
-    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_widths_that_grouped_mm_does_not_take_have_no_figure_for_it():
-    done = run("benchmarks.kernels", "--shapes", "4x63x65x128", "--repeats", "1", interpret=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_model_takes_shapes():
-    done = run("benchmarks.kernels", "--model", "--shapes", "8x512x1024x4096", interpret=False)
-    assert done.returncode == 0, done.stderr
-    assert "4,096 tokens, D 512, F 1024, 8 experts, 1 a token" in " ".join(done.stdout.split())
+def test_what_is_tuned_holds_for_the_measured_widths_and_loads_only(monkeypatch):
+    """The rules go before the target's others, few rows an expert before many."""
+    before = find_tiles("sm_90", torch.bfloat16, 2048, 768, 2048)
+    found = [with_rows(dict(before.by_kernel), rows) for rows in (64, 128)]
+    found[1] |= {"dw2": Tile(64, 64, 64, 4, 3, 1)}
+    rules = [rule(layer, condition, best) for (layer, condition), best in zip(LAYERS.items(), found, strict=True)]
+    table = json.loads(TABLE.read_text())
+    monkeypatch.setattr(tiles, "_table", lambda: table | {"sm_90": rules + table["sm_90"]})
+    for rows, best in ((1, found[0]), (64, found[0]), (65, found[1]), (10_000, found[1])):
+        assert find_tiles("sm_90", torch.bfloat16, 2048, 768, rows).by_kernel == best
+    for width, hidden, dtype in ((2048, 769, torch.bfloat16), (1024, 768, torch.bfloat16), (2048, 768, torch.float32)):
+        tuned = find_tiles("sm_90", dtype, width, hidden, 2048)
+        monkeypatch.setattr(tiles, "_table", lambda: table)
+        assert tuned == find_tiles("sm_90", dtype, width, hidden, 2048)
+        monkeypatch.setattr(tiles, "_table", lambda: table | {"sm_90": rules + table["sm_90"]})
