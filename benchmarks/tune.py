@@ -101,6 +101,9 @@ def best_tiles(present: dict[str, Tile], time_of: Time) -> dict[str, Tile]:
     Args:
         present: tiles to begin with.
         time_of: milliseconds of one kernel.
+
+    Raises:
+        ValueError: a kernel has no tile that can be run.
     """
     found: list[tuple[float, dict[str, Tile]]] = []
     for rows in ROWS:
@@ -111,11 +114,16 @@ def best_tiles(present: dict[str, Tile], time_of: Time) -> dict[str, Tile]:
         }
         best = {kernel: min(by_tile, key=lambda tile: by_tile[tile]) for kernel, by_tile in times.items()}
         found.append((math.fsum(min(by_tile.values()) for by_tile in times.values()), best))
-    chosen = present | min(found, key=lambda each: each[0])[1]
+    least, row_tiles = min(found, key=lambda each: each[0])
+    if math.isinf(least):
+        raise ValueError(f"no number of rows of {ROWS} has a tile for each of {', '.join(ROW_KERNELS)} that can be run")
+    chosen = present | row_tiles
     for kernel in KERNELS:
         if kernel not in ROW_KERNELS:
             tried = {tile: time_of(kernel, chosen | {kernel: tile}) for tile in candidates(kernel, present)}
             chosen |= {kernel: min(tried, key=lambda tile: tried[tile])}
+            if math.isinf(tried[chosen[kernel]]):
+                raise ValueError(f"{kernel} has no tile that can be run")
     return chosen
 
 

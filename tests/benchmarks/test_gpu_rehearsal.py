@@ -15,9 +15,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu
+from benchmarks import gpu, tune
 from benchmarks.tune import LAYERS, best_tiles, candidates, is_sound, rule, with_rows
-from moe.kernels.triton import tiles
+from moe.kernels.triton import launch, tiles
 from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, TABLE, Tile, Tiles, find_tiles
 
 ROOT = Path(__file__).parents[2]
@@ -190,3 +190,36 @@ def test_what_is_tuned_holds_for_the_measured_widths_and_loads_only(monkeypatch)
         monkeypatch.setattr(tiles, "_table", lambda: table)
         assert tuned == find_tiles("sm_90", dtype, width, hidden, 2048)
         monkeypatch.setattr(tiles, "_table", lambda: table | {"sm_90": rules + table["sm_90"]})
+
+
+@pytest.mark.parametrize("kernel", ["up_dgrad", "dw13"])
+def test_a_kernel_without_a_tile_that_can_be_run_stops_the_tuning(kernel):
+    present = dict(find_tiles("sm_90", torch.bfloat16, 2048, 768, 2048).by_kernel)
+    with pytest.raises(ValueError, match=f"{kernel}.* can be run"):
+        best_tiles(present, lambda name, tiles: math.inf if name == kernel else 1.0)
+
+
+def test_the_tuned_table_is_written_from_the_times_of_sound_tiles(tmp_path, monkeypatch, capsys):
+    """The command with a device of the test's: wide tiles are fastest, and those of 256 columns are not sound."""
+    timed = []
+
+    def milliseconds(kernel, tiles, layer, repeats):
+        timed.append(tiles[kernel])
+        return 1 / tiles[kernel].block_n + tiles[kernel].warps / 1e4 + tiles[kernel].parts / 1e5
+
+    def compiled_soundly(layer, target, present):
+        return {(k, tile) for k in KERNELS for tile in candidates(k, present) if tile.block_n < 256}
+
+    out = tmp_path / "tiles.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "target_of", lambda device: launch.TARGETS["sm_90"])
+    monkeypatch.setattr(tune, "milliseconds", milliseconds)
+    monkeypatch.setattr(tune, "compiled_soundly", compiled_soundly)
+    monkeypatch.setattr("sys.argv", ["tune", "--out", str(out)])
+    tune.main()
+    before, after = json.loads(TABLE.read_text()), json.loads(out.read_text())
+    assert timed and all(tile.block_n < 256 for tile in timed)
+    assert after == before | {"sm_90": after["sm_90"][:2] + before["sm_90"]}
+    for entry in after["sm_90"][:2]:
+        assert all(tile[1] == 128 and tile[3] == 4 and tile[5] == 1 for tile in entry["tiles"].values())
+    assert "best on sm_90" in capsys.readouterr().out
