@@ -144,13 +144,14 @@ def compiled(launch: Launch, target: str) -> CompiledKernel:
         number = isinstance(value, int) and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (number and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+            attributes[(place,)] = []
         elif isinstance(value, TensorDescriptor):
-            block = ",".join(str(size) for size in value.block_shape)
-            signature[parameter.name] = f"tensordesc<{_short(value.base.dtype)}[{block}]>"
+            signature[parameter.name] = f"tensordesc<{_short(value.base.dtype)}{list(value.block_shape)}>"
         else:
             signature[parameter.name] = f"*{_short(value.dtype)}" if isinstance(value, Tensor) else "i32"
-            if isinstance(value, Tensor) or (number and value % 16 == 0):
-                attributes[(place,)] = [["tt.divisibility", 16]]
+            if isinstance(value, Tensor) or number:
+                start = value.data_ptr() if isinstance(value, Tensor) else value
+                attributes[(place,)] = [["tt.divisibility", 16]] if start % 16 == 0 else []
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     return triton.compile(source, target=GPU_TARGETS[target], options=options)

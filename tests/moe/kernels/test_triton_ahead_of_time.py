@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,34 @@ def test_a_new_token_count_compiles_nothing_new() -> None:
                 variants.setdefault(name, set()).add(repr(compile_time))
     assert sorted(variants) == sorted(NAMES)
     assert max(len(found) for found in variants.values()) <= 2
+
+
+@pytest.mark.parametrize("name", ["up_fwd", "down_dgrad", "dw2"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_launch_finds_what_was_compiled_ahead_of_time(
+    monkeypatch: pytest.MonkeyPatch, target: str, name: str
+) -> None:
+    """The same entry of Triton's cache: what is measured is what runs, and tuning compiles each candidate once."""
+    entries: list[str] = []
+
+    def noted(key: str) -> Any:
+        entries.append(key)
+        return get_cache_manager(key)
+
+    get_cache_manager = triton.compiler.compiler.get_cache_manager
+    monkeypatch.setattr(triton.compiler.compiler, "get_cache_manager", noted)
+    device = SimpleNamespace(
+        get_current_device=lambda: 1000,  # a number that no device of this machine has
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: aot.GPU_TARGETS[target],
+    )
+    launch = aot.launches(target)[name]
+    aot.compiled(launch, target)
+    monkeypatch.setattr(triton.runtime.driver, "_active", device)
+    try:
+        launch.kernel.run(
+            grid=launch.grid, warmup=True, num_warps=launch.warps, num_stages=launch.stages, **launch.arguments
+        )
+    finally:
+        launch.kernel.device_caches.pop(1000, None)
+    assert len(entries) == 2 and entries[0] == entries[1]
