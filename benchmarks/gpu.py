@@ -134,21 +134,6 @@ def main() -> None:
         raise SystemExit(f"failed: {'; '.join(failed)}; {out / 'gpu.json'} has the numbers")
 
 
-def check_writable(path: str, flag: str) -> None:
-    """Find out before anything is measured that a result could not be kept.
-
-    Raises:
-        ValueError: the file's folder does not exist or takes no files, or the path is a folder.
-    """
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
-    if Path(path).is_dir():
-        raise ValueError(f"{flag} {path}: is a folder, and must be a file")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{flag} {path}: nothing can be written to {folder}")
-
-
 def attempt(call: Callable[..., Any], *arguments: Any) -> Any:
     """What a call returns, or, of one that does not get through, its "error", not "passed"."""
     try:

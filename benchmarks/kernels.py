@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu import MIXTRAL, QWEN, Layer, check_writable
+from benchmarks.gpu import MIXTRAL, QWEN, Layer
 from data.atomic import write_atomically
 from eval.command import run_command
 from moe.kernels import grouped_mlp
@@ -134,6 +135,21 @@ def main() -> None:
     if options.json:
         with write_atomically(Path(options.json)) as file:
             file.write(json.dumps(results, indent=1).encode())
+
+
+def check_writable(path: str, flag: str) -> None:
+    """Find out before anything is measured that a result could not be kept.
+
+    Raises:
+        ValueError: the file's folder does not exist or takes no files, or the path is a folder.
+    """
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
+    if Path(path).is_dir():
+        raise ValueError(f"{flag} {path}: is a folder, and must be a file")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag} {path}: nothing can be written to {folder}")
 
 
 def print_model(console: Console, layers: Sequence[Layer]) -> None:

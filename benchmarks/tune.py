@@ -26,7 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu import Layer, check_writable, inputs
+from benchmarks.gpu import Layer, inputs
+from benchmarks.kernels import check_writable
 from data.atomic import write_atomically
 from eval.command import run_command
 from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, TABLE, Tile, Tiles, find_tiles
