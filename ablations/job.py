@@ -109,6 +109,13 @@ class AblationJob:
                 "changed since; remove that folder, or choose another --output"
             )
 
+    def take_output(self) -> None:
+        """From now on everything that this process prints goes to the run's log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+
     def _asked(self) -> dict[str, int]:
         return {"final_tokens": self.config.eval.final_tokens, "leak_pairs": self.leak_pairs}
 
@@ -121,9 +128,7 @@ def jobs_of(ablation: Ablation, output: Path, threads: int) -> list[AblationJob]
 def job_of(ablation: Ablation, arm: Arm, seed: int, output: Path, threads: int) -> AblationJob:
     """One arm with one seed."""
     folder, name = output / ablation.name, f"{arm.slug}-{seed}"
-    run = dataclasses.replace(
-        arm.config.run, name=name, folder=str(folder), seed=seed, resume="auto", stop_after=arm.config.run.stop_after
-    )
+    run = dataclasses.replace(arm.config.run, name=name, folder=str(folder), seed=seed, resume="auto")
     config = dataclasses.replace(arm.config, run=run)
     return AblationJob(arm.name, seed, folder, name, ablation.leak_pairs, threads, config)
 
@@ -134,10 +139,7 @@ def work(job: AblationJob) -> Result:
     Raises:
         Interrupted: the run was asked to stop.
     """
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with job.log.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    job.take_output()
     return train_and_measure(job)
 
 

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,27 +85,37 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ablations.run", description="Train and compare the arms of an ablation.", allow_abbrev=False
     )
-    parser.add_argument("file", type=Path, help="ablations/NAME.toml")
-    parser.add_argument("--seeds", type=int, help="of every arm (default: the file's)")
-    parser.add_argument("--processes", type=int, help="runs at a time (default: one a CPU, or one on a GPU)")
+    add_flags(parser, "ablations/NAME.toml", f"folder (default: {OUTPUT}, or {QUICK_OUTPUT} with --quick)")
     parser.add_argument("--threads", type=int, help="CPU threads of a run (default: the CPUs over the processes)")
-    parser.add_argument("--output", type=Path, help=f"folder (default: {OUTPUT}, or {QUICK_OUTPUT} with --quick)")
-    parser.add_argument("--corpus", help="in place of the base's data.corpus")
-    parser.add_argument("--timeout", type=int, default=86400, help="seconds that one run may take (a day)")
-    parser.add_argument(
-        "--quick", action="store_true", help="smoke run: six steps, two seeds; its numbers mean nothing"
-    )
     parser.add_argument("--record", action="store_true", help="write the result's section of ablations/RESULTS.md")
     parser.add_argument("--collect", action="store_true", help="train nothing: make the table of the runs there are")
     parser.add_argument("--slurm", action="store_true", help="print an sbatch script that runs one job a task")
     parser.add_argument("--job", type=int, metavar="INDEX", help="run one job only, in this process (from 0)")
     options = parser.parse_args(arguments)
-    for name in ("seeds", "processes", "threads", "timeout"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+    require_positive(options, "seeds", "processes", "threads", "timeout")
     if options.quick and options.record:
         raise ValueError("--record with --quick: a smoke run is no result and is not recorded")
     return options
+
+
+def add_flags(parser: argparse.ArgumentParser, file: str, output: str) -> None:
+    """The file and the flags that an ablation and a search share, with help for the two that differ."""
+    parser.add_argument("file", type=Path, help=file)
+    parser.add_argument("--seeds", type=int, help="of every arm (default: the file's)")
+    parser.add_argument("--processes", type=int, help="runs at a time (default: one a CPU, or one on a GPU)")
+    parser.add_argument("--output", type=Path, help=output)
+    parser.add_argument("--corpus", help="in place of the base's data.corpus")
+    parser.add_argument("--timeout", type=int, default=86400, help="seconds that one run may take (a day)")
+    parser.add_argument(
+        "--quick", action="store_true", help="smoke run: six steps, two seeds; its numbers mean nothing"
+    )
+
+
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """Refuse a flag that is given and below 1."""
+    for name in names:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
 
 
 def prepare(options: argparse.Namespace) -> Ablation:
@@ -178,22 +188,23 @@ def run_all(
     )
     failed = []
     with console.status("running"):
-        for done, (place, result) in enumerate(_results(body, waiting, processes, timeout), start=1):
+        results = run_jobs(body, [(job,) for job in waiting], processes, timeout, keep_going=True)
+        for done, (place, result) in enumerate(results, start=1):
             job = waiting[place]
             if isinstance(result, Exception):
-                failed.append(f"{job}: failed ({reason(result)})")
-                console.print(f"{done}/{len(waiting)} {failed[-1]}; end of {job.log}:", style="bold red", markup=False)
-                console.print(last_lines(job.log), highlight=False, markup=False, soft_wrap=True)
+                failed.append(tell_failure(job, result, console, f"{done}/{len(waiting)} "))
             else:
                 line = f"{result['bits_per_byte']:.4f} bits a byte held out; {result['seconds']:.0f} s"
                 console.print(f"{done}/{len(waiting)} {job}: {line}", highlight=False, markup=False)
     return failed
 
 
-def _results(
-    body: Callable[[Any], Result], jobs: Sequence[AblationJob], processes: int, timeout: float
-) -> Iterator[tuple[int, Any]]:
-    return run_jobs(body, [(job,) for job in jobs], processes, timeout, keep_going=True)
+def tell_failure(job: AblationJob, error: Exception, console: Console, before: str = "") -> str:
+    """Print why a run failed and the end of its log; gives the first as a line."""
+    failed = f"{job}: failed ({reason(error)})"
+    console.print(f"{before}{failed}; end of {job.log}:", style="bold red", markup=False)
+    console.print(last_lines(job.log), highlight=False, markup=False, soft_wrap=True)
+    return failed
 
 
 def reason(error: Exception) -> str:

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -30,8 +29,16 @@ from ablations.budget import Cost
 from ablations.halving import Rung, successive_halving
 from ablations.job import AblationJob, job_of, noting_cost, write_json
 from ablations.jobs import run_jobs
-from ablations.run import available_cpus, check_corpus, default_processes, last_lines, reason, with_corpus
-from ablations.spec import Ablation, load_ablation, nested, shrink
+from ablations.run import (
+    add_flags,
+    available_cpus,
+    check_corpus,
+    default_processes,
+    prepare,
+    require_positive,
+    tell_failure,
+)
+from ablations.spec import Ablation, nested
 from data.atomic import write_atomically
 from eval.command import run_command
 from eval.likelihood import evaluate
@@ -49,16 +56,10 @@ FORMAT_VERSION = 1
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = parse(arguments)
-    ablation = load_ablation(options.file)
+    ablation = prepare(options)
     require(
         ablation.halving is not None, f"{options.file}: needs a [halving] section; run it with ablations.run instead"
     )
-    if options.seeds is not None:
-        ablation = dataclasses.replace(ablation, seeds=options.seeds)
-    if options.corpus is not None:
-        ablation = with_corpus(ablation, options.corpus)
-    if options.quick:
-        ablation = shrink(ablation)
     cpus = available_cpus()
     processes = options.processes or default_processes(ablation, cpus)
     search = Search(
@@ -85,17 +86,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ablations.search", description="Successive halving over the arms of a file.", allow_abbrev=False
     )
-    parser.add_argument("file", type=Path, help="ablations/NAME.toml with a [halving] section")
-    parser.add_argument("--seeds", type=int, help="of every arm (default: the file's)")
-    parser.add_argument("--processes", type=int, help="runs at a time (default: one a CPU, or one on a GPU)")
-    parser.add_argument("--output", type=Path, help=f"folder (default: {OUTPUT}, or {QUICK_OUTPUT} with --quick)")
-    parser.add_argument("--corpus", help="in place of the base's data.corpus")
-    parser.add_argument("--timeout", type=int, default=86400, help="seconds that one part of a run may take (a day)")
-    parser.add_argument("--quick", action="store_true", help="smoke run: six steps, two seeds, no result")
+    add_flags(
+        parser,
+        "ablations/NAME.toml with a [halving] section",
+        f"folder (default: {OUTPUT}, or {QUICK_OUTPUT} with --quick)",
+    )
     options = parser.parse_args(arguments)
-    for name in ("seeds", "processes", "timeout"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+    require_positive(options, "seeds", "processes", "timeout")
     return options
 
 
@@ -138,9 +135,7 @@ class Search:
             for place, result in done:
                 job = waiting[place]
                 if isinstance(result, Exception):
-                    self.failed.append(f"{job}: failed ({reason(result)})")
-                    self.console.print(f"{self.failed[-1]}; end of {job.log}:", style="bold red", markup=False)
-                    self.console.print(last_lines(job.log), highlight=False, markup=False, soft_wrap=True)
+                    self.failed.append(tell_failure(job, result, self.console))
                 else:
                     known[job.arm, job.seed] = result
         by_arm = [[known.get((name, seed), math.nan) for seed in seeds] for name in names]
@@ -193,10 +188,7 @@ def scored(job: AblationJob) -> float | None:
 
 def work(job: AblationJob) -> float:
     """Body of a process: bring a run to its rung, score it, and write that down."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with job.log.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    job.take_output()
     torch.set_num_threads(job.threads)
     with noting_cost(job):
         train(job.config, Job(), Console(soft_wrap=True, highlight=False, markup=False))
