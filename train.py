@@ -28,7 +28,7 @@ from moe.config import ConfigError
 from moe.flops import training_flops_per_token
 from moe.kernels import choose_backend
 from parallel.engine import Engine
-from training.build import build_engine
+from training.build import build_batches, build_engine
 from training.checkpoint import CheckpointError, load_model, load_optimizer, save_checkpoint
 from training.config import Config
 from training.device import compute_dtype, keep_freed_memory, peak_flops
@@ -123,14 +123,12 @@ def prepare(config: Config, job: Job) -> Experiment:
     choose_backend(config.moe.backend, device.type)  # refuses one that this device has not
     corpus = Corpus.open(config.data.corpus)
     corpus.require_model_vocabulary(config.model.vocabulary_size)
-    data, training, seed = config.data, config.training, config.run.seed
+    training = config.training
     dtype = compute_dtype(training.precision, device)
     job.require_same(
         config_values(config) | {"corpus sha256": corpus.sha256, "dtype": str(dtype), "torch": torch.__version__}
     )
-    batches = Batches(
-        corpus, training.sequence_length, training.batch_sequences, seed, data.mixture_exponent, data.row_order
-    )
+    batches = build_batches(config, corpus)
     heldout_windows(corpus, training.sequence_length)  # refuses a corpus without held-out text, before training
     run, checkpoint = Run.create(config, job)
     model = build_engine(config, job.world, device, dtype)

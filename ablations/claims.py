@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ablations.intervals import CONFIDENCE, Interval, holm, paired
+from ablations.intervals import CONFIDENCE, Interval, paired
 from ablations.measures import MEASURES, Results
+from eval.intervals import corrected_p_values
 from moe.config import require
 from training.load_config import checked_values
 
@@ -119,7 +120,7 @@ def decide(claims: Sequence[Claim], results: Results) -> list[Finding]:
         results: by arm and seed.
     """
     gains = [[_gain(claim, pair, results) for pair in claim.pairs] for claim in claims]
-    corrected = iter(holm([gain.p if gain else None for of_claim in gains for gain in of_claim]))
+    corrected = iter(corrected_p_values([gain.p if gain else None for of_claim in gains for gain in of_claim]))
     findings = []
     for claim, of_claim in zip(claims, gains, strict=True):
         pairs = tuple((_verdict(gain, p := next(corrected)), gain, p) for gain in of_claim)

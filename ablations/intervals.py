@@ -1,4 +1,4 @@
-"""Means over seeds with Student's t intervals, paired differences, and correction for many comparisons."""
+"""Means over seeds with Student's t intervals, and paired differences."""
 
 from __future__ import annotations
 
@@ -67,21 +67,3 @@ def paired(values: dict[int, float], reference: dict[int, float]) -> Interval | 
     """
     seeds = sorted(values.keys() & reference.keys())
     return Interval.of([values[seed] - reference[seed] for seed in seeds]) if seeds else None
-
-
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """p-values corrected for their number (Holm 1979): below 0.05 with a chance of at most 5% that any is so by luck.
-
-    Args:
-        p_values: one for each comparison; None where none could be made, which counts as a comparison all the same.
-
-    Returns:
-        The corrected ones, at most 1, in the same order.
-    """
-    order = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
-    corrected: list[float | None] = [None] * len(p_values)
-    highest = 0.0
-    for rank, (p, place) in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p))
-        corrected[place] = highest
-    return corrected

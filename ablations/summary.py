@@ -11,9 +11,10 @@ from typing import Any
 
 from ablations.budget import Cost
 from ablations.claims import decide
-from ablations.intervals import Interval, holm, paired
+from ablations.intervals import Interval, paired
 from ablations.measures import MEASURES, Results
 from ablations.spec import Ablation
+from eval.intervals import corrected_p_values
 from moe.groups import RoutingGroup
 
 FORMAT_VERSION = 1
@@ -41,7 +42,7 @@ def summarise(ablation: Ablation, results: Results, missing: Sequence[str] = (),
     others = [arm.name for arm in ablation.arms if arm.name != ablation.baseline]
     reference = HEADLINE.by_seed(results.get(ablation.baseline, {}))
     differences = {name: paired(HEADLINE.by_seed(results.get(name, {})), reference) for name in others}
-    corrected = holm([difference.p if difference else None for difference in differences.values()])
+    corrected = corrected_p_values([difference.p if difference else None for difference in differences.values()])
     summary: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "name": ablation.name,

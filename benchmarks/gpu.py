@@ -376,14 +376,14 @@ def judged(losses: Sequence[float], expected: Sequence[float] | None) -> dict[st
 
 
 def _steps(engine: Any, config: Any) -> list[float]:
-    from data.batches import Batches
     from data.corpus import Corpus
+    from training.build import build_batches
     from training.optimizer import build_optimizer
     from training.step import train_step
 
     opened = Corpus.open(config.data.corpus)
     training = config.training
-    batches = Batches(opened, training.sequence_length, training.batch_sequences, config.run.seed, 0.5)
+    batches = build_batches(config, opened)
     optimizer = build_optimizer(engine, training)
     end = opened.tokenizer.end_of_text
     steps = range(training.steps)

@@ -6,7 +6,7 @@ token but the domain's first is a label once in a pass (a last part shorter than
 a window is left out of training; it is in the held-out windows).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -53,6 +53,20 @@ class HeldoutBatch(NamedTuple):
     label_BS: Tensor
     valid_BS: Tensor
     document_BS: Tensor | None = None
+
+
+class Window(NamedTuple):
+    """One row, as positions in a domain's held-out tokens.
+
+    Attributes:
+        start: first input.
+        scored: first input whose label is scored.
+        end: after the last input.
+    """
+
+    start: int
+    scored: int
+    end: int
 
 
 class Batches:
@@ -196,43 +210,55 @@ def heldout_windows(
     Raises:
         DataError: an argument is not positive, or the corpus holds nothing out.
     """
+    require_heldout(corpus, sequence_length, batch_sequences, max_tokens)
+    return _heldout_windows(corpus, sequence_length, batch_sequences, max_tokens)
+
+
+def require_heldout(corpus: Corpus, sequence_length: int, batch_sequences: int, max_tokens: int | None) -> None:
+    """Refuse numbers out of range, and a corpus that holds nothing out.
+
+    Raises:
+        DataError: says which, and what is allowed.
+    """
     _require_positive("sequence_length", sequence_length)
     _require_positive("batch_sequences", batch_sequences)
     if max_tokens is not None:
         _require_positive("max_tokens", max_tokens)
     if not any(len(corpus.tokens("heldout", domain)) for domain in corpus.domains):
         raise DataError(f"{corpus.folder} holds nothing out; build it with --heldout-fraction above 0")
-    return _heldout_windows(corpus, sequence_length, batch_sequences, max_tokens)
 
 
 def _heldout_windows(
     corpus: Corpus, sequence_length: int, batch_sequences: int, max_tokens: int | None
 ) -> Iterator[HeldoutBatch]:
-    end_of_text = corpus.tokenizer.end_of_text
-    length = sequence_length
     for domain in corpus.domains:
-        token_N, label_N = heldout_labels(corpus, domain)
-        document_N = (token_N == end_of_text).cumsum() - 1  # each document starts with its marker
-        chosen = spread_windows(len(token_N), length, max_tokens)
-        for first in range(0, len(chosen), batch_sequences):
-            token_BS = np.full((batch_sequences, length), end_of_text, dtype=np.int64)
-            label_BS = np.full_like(token_BS, IGNORED_LABEL)
-            document_BS = np.full_like(token_BS, -1)
-            for row, window in enumerate(chosen[first : first + batch_sequences]):
-                place = slice(window * length, (window + 1) * length)
-                inputs = slice(0, len(token_N[place]))
-                token_BS[row, inputs] = token_N[place]
-                label_BS[row, inputs] = label_N[place]
-                document_BS[row, inputs] = document_N[place]
-            labels = torch.from_numpy(label_BS)
-            documents = torch.from_numpy(document_BS)
-            yield HeldoutBatch(domain, torch.from_numpy(token_BS), labels, labels != IGNORED_LABEL, documents)
+        tokens = len(corpus.tokens("heldout", domain))
+        starts = (window * sequence_length for window in spread_windows(tokens, sequence_length, max_tokens))
+        windows = [Window(start, start, min(tokens, start + sequence_length)) for start in starts]
+        yield from window_batches(corpus, domain, windows, sequence_length, batch_sequences)
 
 
-def heldout_labels(corpus: Corpus, domain: str) -> tuple[np.ndarray, np.ndarray]:
-    """A domain's held-out tokens and the label of each, both (N,): the last label is the marker after all documents."""
+def window_batches(
+    corpus: Corpus, domain: str, windows: Sequence[Window], sequence_length: int, batch_sequences: int
+) -> Iterator[HeldoutBatch]:
+    """Read windows of a domain's held-out tokens, in batches of equal shape."""
+    end_of_text = corpus.tokenizer.end_of_text
     token_N = corpus.tokens("heldout", domain)
-    return token_N, np.append(token_N[1:], token_N.dtype.type(corpus.tokenizer.end_of_text))
+    document_N = (token_N == end_of_text).cumsum() - 1  # each document starts with its marker
+    # The last label is the marker after all documents.
+    label_N = np.append(token_N[1:], token_N.dtype.type(end_of_text))
+    for first in range(0, len(windows), batch_sequences):
+        token_BS = np.full((batch_sequences, sequence_length), end_of_text, dtype=np.int64)
+        label_BS = np.full_like(token_BS, IGNORED_LABEL)
+        document_BS = np.full_like(token_BS, -1)
+        valid_BS = np.zeros_like(token_BS, dtype=bool)
+        for row, (start, scored, end) in enumerate(windows[first : first + batch_sequences]):
+            inputs = slice(0, end - start)
+            token_BS[row, inputs] = token_N[start:end]
+            label_BS[row, scored - start : inputs.stop] = label_N[scored:end]
+            document_BS[row, inputs] = document_N[start:end]
+            valid_BS[row, inputs] = True
+        yield HeldoutBatch(domain, *map(torch.from_numpy, (token_BS, label_BS, valid_BS, document_BS)))
 
 
 def spread_windows(tokens: int, length: int, max_tokens: int | None) -> list[int]:
@@ -241,6 +267,16 @@ def spread_windows(tokens: int, length: int, max_tokens: int | None) -> list[int
     wanted = windows if max_tokens is None else min(windows, -(-max_tokens // length))
     # Spread over the split: its first windows might be one long document.
     return [index * windows // wanted for index in range(wanted)]
+
+
+def neighbouring_windows(windows: Iterable[int]) -> list[tuple[int, int]]:
+    """Join windows that follow each other, given in rising order: [first, last + 1) of each stretch."""
+    stretches: list[tuple[int, int]] = []
+    for window in windows:
+        joins = stretches and stretches[-1][1] == window
+        first = stretches.pop()[0] if joins else window
+        stretches.append((first, window + 1))
+    return stretches
 
 
 def document_numbers(token_BS: Tensor, end_of_text: int) -> Tensor:

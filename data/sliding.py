@@ -5,28 +5,19 @@ labels score only the last `stride` of their labels, all but the first window of
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from data.batches import IGNORED_LABEL, HeldoutBatch, heldout_labels, spread_windows
+from data.batches import (
+    HeldoutBatch,
+    Window,
+    neighbouring_windows,
+    require_heldout,
+    spread_windows,
+    window_batches,
+)
 from data.corpus import Corpus
 from data.errors import DataError
-
-
-class Window(NamedTuple):
-    """One row, as positions in a domain's held-out tokens.
-
-    Attributes:
-        start: first input.
-        scored: first input whose label is scored.
-        end: after the last input.
-    """
-
-    start: int
-    scored: int
-    end: int
 
 
 def sliding_windows(
@@ -55,15 +46,9 @@ def sliding_windows(
     Raises:
         DataError: an argument is out of range, or the corpus holds nothing out.
     """
-    for name, value in (("sequence_length", sequence_length), ("batch_sequences", batch_sequences)):
-        if value < 1:
-            raise DataError(f"{name} is {value}; allowed are integers >= 1")
+    require_heldout(corpus, sequence_length, batch_sequences, max_tokens)
     if not 1 <= stride <= sequence_length:
         raise DataError(f"the stride is {stride}; allowed are 1 to the sequence length, {sequence_length}")
-    if max_tokens is not None and max_tokens < 1:
-        raise DataError(f"max_tokens is {max_tokens}; allowed are integers >= 1")
-    if not any(len(corpus.tokens("heldout", domain)) for domain in corpus.domains):
-        raise DataError(f"{corpus.folder} holds nothing out; build it with --heldout-fraction above 0")
     return _batches(corpus, sequence_length, stride, batch_sequences, max_tokens, within_documents)
 
 
@@ -81,38 +66,17 @@ def _batches(
     corpus: Corpus, length: int, stride: int, rows: int, max_tokens: int | None, within_documents: bool
 ) -> Iterator[HeldoutBatch]:
     for domain in corpus.domains:
-        token_N, label_N = heldout_labels(corpus, domain)
-        start_M = corpus.document_starts("heldout", domain)
-        windows = list(_windows(len(token_N), start_M, length, stride, max_tokens, within_documents))
-        for first in range(0, len(windows), rows):
-            token_BS = np.full((rows, length), corpus.tokenizer.end_of_text, dtype=np.int64)
-            label_BS = np.full_like(token_BS, IGNORED_LABEL)
-            document_BS = np.full_like(token_BS, -1)
-            for row, window in enumerate(windows[first : first + rows]):
-                inputs = slice(0, window.end - window.start)
-                context = window.scored - window.start
-                token_BS[row, inputs] = token_N[window.start : window.end]
-                label_BS[row, context : inputs.stop] = label_N[window.scored : window.end]
-                place_N = np.arange(window.start, window.end)
-                document_BS[row, inputs] = np.searchsorted(start_M, place_N, side="right") - 1
-            documents = torch.from_numpy(document_BS)
-            yield HeldoutBatch(
-                domain, torch.from_numpy(token_BS), torch.from_numpy(label_BS), documents >= 0, documents
-            )
+        tokens, start_M = len(corpus.tokens("heldout", domain)), corpus.document_starts("heldout", domain)
+        windows = list(_windows(tokens, start_M, length, stride, max_tokens, within_documents))
+        yield from window_batches(corpus, domain, windows, length, rows)
 
 
 def _windows(
     tokens: int, start_M: np.ndarray, length: int, stride: int, max_tokens: int | None, within_documents: bool
 ) -> Iterator[Window]:
     """All windows of a domain: runs of neighbouring chosen stretches, cut at documents where asked."""
-    runs: list[list[int]] = []
-    for chosen in spread_windows(tokens, length, max_tokens):
-        first, last = chosen * length, min(tokens, (chosen + 1) * length)
-        if runs and runs[-1][1] == first:
-            runs[-1][1] = last
-        else:
-            runs.append([first, last])
-    for first, last in runs:
+    for low, high in neighbouring_windows(spread_windows(tokens, length, max_tokens)):
+        first, last = low * length, min(tokens, high * length)
         if not within_documents:
             yield from plan(first, last, 0, length, stride)
             continue

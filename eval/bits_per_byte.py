@@ -20,7 +20,7 @@ from rich.console import Console
 
 from eval.command import run_command
 from eval.intervals import bits_per_byte_intervals
-from eval.likelihood import Likelihood, evaluate
+from eval.likelihood import evaluate
 from eval.report_tables import MISSING, Table, interval_notes, plus_minus, rich_table
 from training.run import Run
 
@@ -93,10 +93,10 @@ def compute(
         "within_documents": run.config.data.document_mask,
         "tokens_per_domain_limit": limit,
         "domains": {
-            name: _values(part) | {"interval": intervals["domains"][name]} for name, part in scores.domains.items()
+            name: part.values() | {"interval": intervals["domains"][name]} for name, part in scores.domains.items()
         },
         "without_text": [name for name in corpus.domains if name not in scores.domains],
-        "total": _values(scores.total) | {"interval": intervals["total"]},
+        "total": scores.total.values() | {"interval": intervals["total"]},
     }
 
 
@@ -129,16 +129,6 @@ def make_table(found: dict[str, Any]) -> Table:
         f"Sequence length {length}, {how}; about {found['tokens_per_domain_limit']:,} tokens of a domain, or all. "
         + interval_notes(intervals, found["without_text"]),
     )
-
-
-def _values(part: Likelihood) -> dict[str, Any]:
-    return {
-        "bits_per_byte": part.bits_per_byte if part.bytes else None,
-        "nats_per_token": part.nats_per_token,
-        "nats": part.nats,
-        "tokens": part.tokens,
-        "bytes": part.bytes,
-    }
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ the training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,12 +155,26 @@ def bits_per_byte_intervals(documents: Mapping[str, Mapping[int, Likelihood]], s
 
 def holm(p_values: Mapping[str, float], level: float) -> set[str]:
     """Which hypotheses are rejected by Holm's step-down rule (1979) at a family-wise level."""
-    rejected: set[str] = set()
-    for place, name in enumerate(sorted(p_values, key=lambda name: (p_values[name], name))):
-        if p_values[name] > level / (len(p_values) - place):
-            break
-        rejected.add(name)
-    return rejected
+    corrected = corrected_p_values(list(p_values.values()))
+    return {name for name, p in zip(p_values, corrected, strict=True) if p is not None and p <= level}
+
+
+def corrected_p_values(p_values: Sequence[float | None]) -> list[float | None]:
+    """p-values corrected for their number (Holm 1979): below 0.05 with a chance of at most 5% that any is so by luck.
+
+    Args:
+        p_values: one for each comparison; None where none could be made, which counts as a comparison all the same.
+
+    Returns:
+        The corrected ones, at most 1, in the same order.
+    """
+    order = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, place) in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p))
+        corrected[place] = highest
+    return corrected
 
 
 def _collapsed(groups: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:

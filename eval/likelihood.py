@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,16 @@ class Likelihood:
             return math.exp(self.nats_per_token)
         except OverflowError:
             return math.inf
+
+    def values(self) -> dict[str, Any]:
+        """As plain data; bits per byte are None where there is no text."""
+        return {
+            "nats": self.nats,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "bits_per_byte": self.bits_per_byte if self.bytes else None,
+            "nats_per_token": self.nats_per_token,
+        }
 
 
 @dataclass

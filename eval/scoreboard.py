@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from data.batches import Batches, heldout_windows
+from data.batches import heldout_windows
 from data.corpus import Corpus
 from eval import ngram
 from eval import routing_metrics as metrics
 from eval.intervals import bits_per_byte_intervals
 from eval.likelihood import NothingToScore, Scores, evaluate, score
 from eval.routing_recorder import RoutingRecorder
+from training.build import build_batches
 from training.config import Config
 from training.run import Run
 
@@ -78,10 +79,7 @@ def compute(run: Run, tokens: int | None = None, progress: Callable[[str], None]
 
 def fitted_baselines(config: Config, corpus: Corpus, steps: int) -> tuple[ngram.Unigram, ngram.Bigram]:
     """Unigram and bigram of exactly the windows that a run consumed in so many steps."""
-    training = config.training
-    batches = Batches(
-        corpus, training.sequence_length, training.batch_sequences, config.run.seed, config.data.mixture_exponent
-    )
+    batches = build_batches(config, corpus)
     consumed = (batches.batch(step) for step in range(steps))
     return ngram.fit(((b.token_BS, b.label_BS) for b in consumed), corpus.vocabulary_size)
 
@@ -99,18 +97,9 @@ def _baselines(config: Config, corpus: Corpus, steps: int, tokens: int) -> tuple
 
 
 def _scores(scores: Scores) -> dict[str, Any]:
-    def values(likelihood: Any) -> dict[str, Any]:
-        return {
-            "nats": likelihood.nats,
-            "tokens": likelihood.tokens,
-            "bytes": likelihood.bytes,
-            "bits_per_byte": likelihood.bits_per_byte if likelihood.bytes else None,
-            "nats_per_token": likelihood.nats_per_token,
-        }
-
     return {
-        "domains": {name: values(likelihood) for name, likelihood in scores.domains.items()},
-        "total": values(scores.total),
+        "domains": {name: likelihood.values() for name, likelihood in scores.domains.items()},
+        "total": scores.total.values(),
         "mean_over_domains_bits_per_byte": scores.mean_bits_per_byte,
     }
 

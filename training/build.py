@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from data.batches import Batches
+from data.corpus import Corpus
 from parallel.engine import Engine
 from training.config import Config
 from training.device import compute_dtype
@@ -34,4 +36,17 @@ def build_engine(config: Config, world: int, device: torch.device, dtype: torch.
         rows,
         training.batch_sequences // layout.data // rows,
         training.sequence_length,
+    )
+
+
+def build_batches(config: Config, corpus: Corpus) -> Batches:
+    """The training batches of a run: what step n reads is decided by the configuration and the corpus alone."""
+    data, training = config.data, config.training
+    return Batches(
+        corpus,
+        training.sequence_length,
+        training.batch_sequences,
+        config.run.seed,
+        data.mixture_exponent,
+        data.row_order,
     )

@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from scipy import stats
 
-from data.batches import IGNORED_LABEL
 from data.tokenizer import Tokenizer
 from eval.audits.bias_templates import GROUPS, NULL, TEMPLATES
 from eval.intervals import holm, interval_values
-from eval.likelihood import MixedWindows, model_nats
 from eval.report_tables import MISSING, Table
+from eval.tasks.encoding import Pair
+from eval.tasks.loglikelihood import model_scorer
 from moe.model import Transformer
 
-BATCH = 64
 LEVEL = 0.05
 
 
@@ -80,24 +78,13 @@ def audit_bias(model: Transformer, tokenizer: Tokenizer, seed: int = 0) -> dict[
 
 def continuation_bits(model: Transformer, tokenizer: Tokenizer, sentences: list[tuple[str, str]]) -> np.ndarray:
     """log2 P(continuation | marker, prompt) of each (prompt, continuation), float64."""
-    rows = []
-    for prompt, continuation in sentences:
-        before = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
-        rows.append((before, tokenizer.encode(continuation)))
-    found = []
-    for first in range(0, len(rows), BATCH):
-        part = rows[first : first + BATCH]
-        length = max(len(before) + len(after) for before, after in part) - 1
-        token_BS = torch.full((len(part), length), tokenizer.end_of_text)
-        label_BS = torch.full_like(token_BS, IGNORED_LABEL)
-        valid_BS = torch.zeros_like(token_BS, dtype=torch.bool)
-        for row, (before, after) in enumerate(part):
-            inputs = torch.tensor([*before, *after[:-1]])
-            token_BS[row, : len(inputs)], valid_BS[row, : len(inputs)] = inputs, True
-            label_BS[row, len(before) - 1 : len(inputs)] = torch.tensor(after)
-        nats_BS = model_nats(model, MixedWindows([], token_BS, label_BS, valid_BS))
-        found.append(-np.where(label_BS.numpy() >= 0, nats_BS, 0).sum(1) / math.log(2))
-    return np.concatenate(found)
+    pairs = [
+        Pair([tokenizer.end_of_text, *tokenizer.encode(prompt)], tokenizer.encode(continuation))
+        for prompt, continuation in sentences
+    ]
+    longest = max(len(pair.context) + len(pair.continuation) for pair in pairs)  # nothing is cut off
+    scorer = model_scorer(model, longest, tokenizer.token_bytes_V)
+    return np.array([-scored.nats / math.log(2) for scored in scorer(pairs)])
 
 
 def bias_table(found: dict[str, Any]) -> Table:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from data.batches import Batches
+from data.batches import neighbouring_windows
 from data.corpus import Corpus
 from eval.audits.matches import longest_matches
 from eval.generate import generate
 from eval.report_tables import Table
 from moe.model import Transformer
+from training.build import build_batches
 from training.config import Config
 
 BATCH = 32
@@ -103,20 +104,13 @@ def audit_leakage(
 
 def consumed_text(corpus: Corpus, config: Config, steps: int) -> dict[str, list[np.ndarray]]:
     """The training text of the first steps, by domain: stretches of neighbouring windows."""
-    training = config.training
-    length = training.sequence_length
-    batches = Batches(corpus, length, training.batch_sequences, config.run.seed, config.data.mixture_exponent)
+    length = config.training.sequence_length
+    used = build_batches(config, corpus).windows_before(steps)
     found: dict[str, list[np.ndarray]] = {}
-    used = batches.windows_before(steps)
     for number, domain in enumerate(corpus.domains):
         token_N = corpus.tokens("train", domain)
-        runs: list[list[int]] = []
-        for window in sorted(used[number]):
-            if runs and runs[-1][1] == window:
-                runs[-1][1] = window + 1
-            else:
-                runs.append([window, window + 1])
-        found[domain] = [token_N[first * length : last * length + 1] for first, last in runs]
+        stretches = neighbouring_windows(sorted(used[number]))
+        found[domain] = [token_N[first * length : last * length + 1] for first, last in stretches]
     return found
 
 

@@ -25,10 +25,9 @@ def check_operands(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Rout
     for name, tensor in tensors.items():
         if hasattr(tensor, "to_local"):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give its part here, {name}.to_local()")
-    if len(devices := {str(tensor.device) for tensor in tensors.values()}) > 1:
-        raise ValueError(f"operands are on {' and '.join(sorted(devices))}: move all of them to one device")
+    if len(devices := {tensor.device for tensor in tensors.values()}) > 1:
+        raise ValueError(f"operands are on {' and '.join(sorted(map(str, devices)))}: move all of them to one device")
     _check_types(x_TD, w13_E2FD, w2_EDF)
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
     fit = x_TD.dim() == 2 and w13_E2FD.dim() == 4 and w13_E2FD.shape[1] == 2 and offsets_E.dim() == 1
     if fit:
         num_experts, _, hidden, width = w13_E2FD.shape
@@ -37,6 +36,7 @@ def check_operands(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Rout
     fit = fit and (token_A is None or token_A.dim() == 1)
     rows = x_TD.shape[0] if token_A is None else token_A.shape[0]
     if not fit or (weight_A is not None and weight_A.shape != (rows,)):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(
             f"operands do not fit together: {shapes}. They are x (T, D), w13 (E, 2, F, D), w2 (E, D, F), offsets_E "
             "(E,), token_A (A,) or None, and weight_A as long as token_A, or as x where that is None"
@@ -58,9 +58,9 @@ def check_operands(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, routing: Rout
 
 
 def _check_types(x_TD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor) -> None:
-    dtypes = {"x": x_TD.dtype, "w13": w13_E2FD.dtype, "w2": w2_EDF.dtype}
-    if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+    if not x_TD.dtype == w13_E2FD.dtype == w2_EDF.dtype:
+        named = {"x": x_TD, "w13": w13_E2FD, "w2": w2_EDF}
+        found = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in named.items())
         raise ValueError(f"the experts' operands have one type: {found}. Cast them to one")
     if x_TD.dtype not in DTYPES:
         names = ", ".join(str(dtype) for dtype in DTYPES)
