@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[corpus]'
 	touch $(READY)
 
-# The tests also compare with transformers and the evaluation harness, and execute the notebooks.
+# The tests also compare with transformers and the evaluation harness.
 $(TESTS_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,corpus]'
 	touch $(TESTS_READY)

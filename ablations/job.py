@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ablations.measures import Result
 from ablations.spec import Ablation, Arm
-from data.atomic import write_atomically
+from data.atomic import write_json
 from data.corpus import Corpus
 from eval.causality_certificate import measure_run_leak
 from eval.leak import mixed_rows
@@ -159,7 +159,7 @@ def train_and_measure(job: AblationJob) -> Result:
             raise Interrupted(f"{job}: stopped before its end; the same command continues it")
         result = measure(Run.open(job.run_folder), job.config.eval.final_tokens, job.leak_pairs)
     result |= {"asked": job._asked(), "threads": job.threads, **_cost(job)}
-    write_json(job.run_folder / "eval" / "ablation.json", result)
+    write_json(job.run_folder / "eval" / "ablation.json", result, allow_nan=False)
     return result
 
 
@@ -253,11 +253,3 @@ def _cost(job: AblationJob) -> Result:
         "attempts_killed": len(lines) - 2 * len(ended),
         "date": time.strftime("%Y-%m-%d", time.gmtime(ended[-1]["time"])),
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Complete or not at all; nan and infinity are refused."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    with write_atomically(path) as file:
-        file.write(content.encode())

@@ -31,7 +31,7 @@ from ablations.leak_models import measure_alone, model_config
 from ablations.leak_table import COLUMNS, NOTE, ROWS, Check, Result, cells, check_ordering, markdown, rows_of
 from data.atomic import write_atomically
 from data.corpus import Corpus
-from eval.command import run_command
+from eval.command import run_command, terminal
 
 FORMAT_VERSION = 1
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
     corpus = open_corpus(options.corpus)
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = terminal(160)
 
     start = time.monotonic()
     # Seed by seed, so that an interrupted table compares like with like.

@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +21,13 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from data.atomic import write_atomically
 from data.planted import Kind, PlantedBatch, PlantedMixture
 from eval.clustering import adjusted_rand_index, contingency
-from eval.command import run_command
+from eval.command import run_command, terminal
 from eval.routing_metrics import fan_out_histogram, max_violation, zero_expert_fraction
 from moe.config import ModelConfig, MoEConfig
 from moe.initialization import build_model
@@ -311,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check(options, known)
     options.output.mkdir(parents=True, exist_ok=True)  # refused now, not after the work
     kinds, routers = list(dict.fromkeys(options.kinds)), list(dict.fromkeys(options.routers))
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     with console.status("starting") as status:
         scores = compare(kinds, routers, options.seeds, options.steps, status.update)
     summary = {kind: summarise(scores, kind) for kind in kinds}

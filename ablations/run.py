@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from ablations.figure import scores_figure
-from ablations.job import AblationJob, jobs_of, train_and_measure, work, write_json
+from ablations.job import AblationJob, jobs_of, train_and_measure, work
 from ablations.jobs import run_jobs
 from ablations.measures import Result, Results
 from ablations.record import record
@@ -30,11 +30,11 @@ from ablations.slurm import sbatch_script
 from ablations.spec import Ablation, load_ablation, shrink
 from ablations.summary import summarise
 from ablations.tables import markdown, tables
-from data.atomic import write_atomically
+from data.atomic import write_atomically, write_json
 from data.corpus import Corpus
-from eval.command import run_command
+from eval.command import run_command, terminal
 from eval.figures import to_png
-from eval.report_tables import rich_table
+from eval.report_tables import print_table
 
 OUTPUT, QUICK_OUTPUT = Path("runs/ablations"), Path("runs/ablations-quick")
 LOG_LINES = 12  # of a failed run, shown
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError(f"--job {options.job}: the jobs of {ablation.path} are 0 to {len(jobs) - 1}")
         train_and_measure(jobs[options.job])
         return
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = terminal(200)
     missing = [] if options.collect else run_all(jobs, processes, options.timeout, console)
     results = collect(jobs)
     told = {text.split(":")[0] for text in missing}
@@ -232,7 +232,7 @@ def collect(jobs: Sequence[AblationJob]) -> Results:
 def write(summary: dict[str, Any], figure: bytes, folder: Path) -> list[Path]:
     """results.json, results.md and scores.png, each complete or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "results.json", summary)
+    write_json(folder / "results.json", summary, allow_nan=False)
     for name, content in {"results.md": markdown(summary, "scores.png").encode(), "scores.png": figure}.items():
         with write_atomically(folder / name) as file:
             file.write(content)
@@ -242,9 +242,7 @@ def write(summary: dict[str, Any], figure: bytes, folder: Path) -> list[Path]:
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print the tables and the sentences."""
     for table in tables(summary):
-        console.print(rich_table(table))
-        if table.note:
-            console.print(table.note, style="dim", highlight=False)
+        print_table(console, table)
         console.print()
     for said in summary["statements"]:
         console.print(f"- {said}", highlight=False, markup=False)

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from ablations.budget import Cost
 from ablations.halving import Rung, successive_halving
-from ablations.job import AblationJob, job_of, noting_cost, write_json
+from ablations.job import AblationJob, job_of, noting_cost
 from ablations.jobs import run_jobs
 from ablations.run import (
     add_flags,
@@ -39,8 +39,8 @@ from ablations.run import (
     tell_failure,
 )
 from ablations.spec import Ablation, nested
-from data.atomic import write_atomically
-from eval.command import run_command
+from data.atomic import write_atomically, write_json
+from eval.command import run_command, terminal
 from eval.likelihood import evaluate
 from eval.report_tables import MISSING, Table, markdown_table, rich_table
 from moe.config import require
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         processes,
         max(1, cpus // processes),
         options.timeout,
-        Console() if sys.stdout.isatty() else Console(width=160),
+        terminal(160),
     )
     check_corpus(ablation)
     rungs = search.run()
@@ -162,7 +162,7 @@ class Search:
             "statements": statements(ablation, rungs),
             "failed": self.failed,
         }
-        write_json(folder / "search.json", report)
+        write_json(folder / "search.json", report, allow_nan=False)
         files = {"search.md": markdown(ablation, rungs)}
         if rungs[-1].kept[0] != ablation.baseline:
             files["confirm.toml"] = confirmation(ablation, rungs[-1].kept[0])
@@ -198,7 +198,7 @@ def work(job: AblationJob) -> float:
             raise RuntimeError(f"{job}: stopped at step {checkpoint.step}; the same command continues it")
         corpus, tokens = run.corpus(), job.config.eval.final_tokens
         bits = evaluate(run.model(checkpoint=checkpoint), corpus, run.config, tokens).bits_per_byte
-    write_json(_score_path(job), {"bits_per_byte": bits, "step": checkpoint.step, "final_tokens": tokens})
+    write_json(_score_path(job), {"bits_per_byte": bits, "step": checkpoint.step, "final_tokens": tokens}, False)
     return bits
 
 

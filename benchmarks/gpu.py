@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +27,8 @@ from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from data.atomic import write_atomically
-from eval.command import run_command
+from data.atomic import write_json
+from eval.command import run_command, terminal
 from moe.config import ModelConfig, MoEConfig
 from moe.initialization import build_model
 from moe.kernels import grouped_mlp
@@ -102,7 +100,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     result: dict[str, Any] = {"versions": versions(device), "rehearsal": options.rehearse, "failed": failed}
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
 
     def part(name: str, call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """One part, whatever becomes of it. Written at once: what a time limit cuts off is the rest only."""
@@ -110,8 +108,7 @@ def main() -> None:
         if not found.get("passed", True) or any("error" in each for each in found.values() if isinstance(each, dict)):
             failed.append(name)
         result[name] = found
-        with write_atomically(out / "gpu.json") as file:
-            file.write(json.dumps(result, indent=1).encode())
+        write_json(out / "gpu.json", result)
         if call is not speed or "error" in found:
             console.print(f"{name}: {found}", markup=False)
         return found

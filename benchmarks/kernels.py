@@ -10,10 +10,8 @@ models' layers, or of `--shapes`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu import MIXTRAL, QWEN, Layer
-from data.atomic import write_atomically
-from eval.command import run_command
+from data.atomic import write_json
+from eval.command import run_command, terminal
 from moe.kernels import grouped_mlp
 from moe.kernels.roofline import Bound, bounds, passes
 from moe.kernels.roofline import Shape as LayerShape
@@ -95,7 +93,7 @@ def main() -> None:
         if options.json:
             raise ValueError("--json keeps measured times, and --model prints bounds: leave one out")
         layers = [Layer(f"--shapes {text}", *Shape.parse(text).layer) for text in options.shapes or ()]
-        print_model(Console() if sys.stdout.isatty() else Console(width=120), layers or [QWEN, MIXTRAL])
+        print_model(terminal(), layers or [QWEN, MIXTRAL])
         return
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}: must be at least 1")
@@ -110,7 +108,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     results = []
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = terminal(140)
     table = Table(title=f"forward + backward, ms: median (range) of {options.repeats} rounds", title_justify="left")
     columns = ["E", "D", "F", "rows", "", "groups", "products", "experts", "ratio"]
     columns += ["with weights read and written", "dense SwiGLU", "grouped_mm alone", "and gather, combine"]
@@ -133,8 +131,7 @@ def main() -> None:
                 )
     console.print(table)
     if options.json:
-        with write_atomically(Path(options.json)) as file:
-            file.write(json.dumps(results, indent=1).encode())
+        write_json(Path(options.json), results)
 
 
 def check_writable(path: str, flag: str) -> None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from eval.command import run_command
+from eval.command import run_command, terminal
 from moe.config import MoEConfig
 from moe.layer import MoELayer
 from moe.routing import Routing, RoutingContext
@@ -41,7 +39,7 @@ def main() -> None:
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     table = Table(
         title=f"{options.experts} experts, D {options.width}, F {options.expert_width}, {options.tokens} tokens, "
         f"{options.k} experts a token; forward and backward, median (range) of {options.repeats}, in turn",

@@ -16,20 +16,18 @@ import json
 import math
 import multiprocessing
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu import Layer, inputs
 from benchmarks.kernels import check_writable
-from data.atomic import write_atomically
-from eval.command import run_command
+from data.atomic import write_json
+from eval.command import run_command, terminal
 from moe.kernels.triton.tiles import KERNELS, ROW_KERNELS, TABLE, Tile, Tiles, find_tiles
 
 ROWS = (64, 128)  # of a tile
@@ -55,7 +53,7 @@ def main() -> None:
     from moe.kernels.triton.launch import target_of
 
     target = target_of(torch.device("cuda"))
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     shown = Table("kernel", "rows an expert", "tile", "ms", "before, ms", title=f"best on {target.name}")
     rules = []
     for layer, condition in LAYERS.items():
@@ -73,8 +71,7 @@ def main() -> None:
         rules.append(rule(layer, condition, best))
         table = json.loads(TABLE.read_text(encoding="utf-8"))
         table[target.name] = rules + table[target.name]
-        with write_atomically(Path(options.out)) as file:
-            file.write((json.dumps(table, indent=1) + "\n").encode())
+        write_json(Path(options.out), table)
     console.print(shown)
 
 

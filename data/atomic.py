@@ -1,10 +1,11 @@
 """Files that appear complete or not at all."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -42,3 +43,20 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         commit(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
+    """Write a value as JSON, complete or not at all, and its folder where there is none.
+
+    Args:
+        path: of the file.
+        value: plain data.
+        allow_nan: whether nan and infinity may be in it, as names that JSON has not.
+
+    Raises:
+        ValueError: they may not, and one is.
+    """
+    content = json.dumps(value, indent=1, allow_nan=allow_nan) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as file:
+        file.write(content.encode())

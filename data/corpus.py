@@ -9,6 +9,7 @@ heldout/DOMAIN.bin     documents that training never sees
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,11 @@ class Corpus:
     def document_starts(self, split: str, domain: str) -> np.ndarray:
         """Give where each document starts in `tokens`: int64 (M,)."""
         return self.file(split, domain).start_M
+
+    def documents(self, split: str, domain: str) -> Iterator[bytes]:
+        """Give the text of each document of a domain in a split, exactly."""
+        file = self.file(split, domain)
+        return (self.tokenizer.decode_bytes(file.document(number)) for number in range(len(file.start_M)))
 
     def text_bytes(self, split: str, domain: str) -> int:
         """Give the UTF-8 bytes of a domain's documents in a split."""

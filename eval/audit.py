@@ -8,14 +8,10 @@ Each prints a table and writes RUN/eval/audit_NAME.json.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-
-from data.atomic import write_atomically
+from data.atomic import write_json
 from eval.audits.bias import audit_bias, bias_table
 from eval.audits.energy import (
     CPU_WATTS_PER_CORE,
@@ -26,8 +22,8 @@ from eval.audits.energy import (
     energy_table,
 )
 from eval.audits.leakage import NEW_TOKENS, PER_DOMAIN, PROMPT_TOKENS, audit_leakage, leakage_table
-from eval.command import run_command
-from eval.report_tables import Table, rich_table
+from eval.command import require_at_least, run_command, terminal
+from eval.report_tables import Table, print_table
 from training.run import Run
 
 FORMAT_VERSION = 1
@@ -54,10 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     energy.add_argument("--grid", type=float, help=f"g CO2e a kWh (default: {GRID_GRAMS_PER_KWH:g}, {GRID_SOURCE})")
     energy.add_argument("--overhead", type=float, default=1.0, help="of the building, PUE (default 1: none)")
     options = parser.parse_args(arguments)
-    if options.seed < 0:
-        raise ValueError(f"--seed is {options.seed}; allowed are 0 and above")
-    # A pipe has no width; 80 columns would cut the tables.
-    console = Console() if sys.stdout.isatty() else Console(width=130)
+    require_at_least(0, seed=options.seed)
+    console = terminal(130)
     run = Run.open(options.run)
     chosen = AUDITS if options.audit == "all" else (options.audit,)
     makers: dict[str, Callable[[argparse.Namespace, Run], tuple[dict[str, Any], Table]]] = {
@@ -69,12 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with console.status(name):
             found, table = makers[name](options, run)
         path = run.folder / "eval" / f"audit_{name}.json"
-        path.parent.mkdir(exist_ok=True)
         content = {"format_version": FORMAT_VERSION, "run": run.folder.name, **found}
-        with write_atomically(path) as file:
-            file.write((json.dumps(content, indent=1) + "\n").encode())
-        console.print(rich_table(table))
-        console.print(table.note, style="dim", highlight=False)
+        write_json(path, content)
+        print_table(console, table)
         console.print(f"wrote {path}\n", highlight=False, soft_wrap=True)
 
 

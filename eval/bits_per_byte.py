@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-
-from eval.command import run_command
+from eval.command import require_at_least, run_command, terminal
 from eval.intervals import bits_per_byte_intervals
 from eval.likelihood import evaluate
-from eval.report_tables import MISSING, Table, interval_notes, plus_minus, rich_table
+from eval.report_tables import MISSING, Table, interval_notes, plus_minus, print_table
 from training.run import Run
 
 
@@ -38,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the resampling of documents (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
-    # A pipe has no width; 80 columns would cut the table.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     run = Run.open(options.run)
     with console.status("opening") as status:
         found = compute(run, options.stride, options.tokens, options.seed, status.update)
@@ -47,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(found, indent=1))
         return
     table = make_table(found)
-    console.print(rich_table(table))
-    console.print(table.note, style="dim", highlight=False)
+    print_table(console, table)
 
 
 def compute(
@@ -73,9 +68,8 @@ def compute(
     length = run.config.training.sequence_length
     if stride is not None and not 1 <= stride <= length:
         raise ValueError(f"--stride is {stride}; allowed are 1 to the run's sequence length, {length}")
-    for name, value, least in (("--tokens", tokens, 1), ("--seed", seed, 0)):
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; allowed are {least} and above")
+    require_at_least(1, tokens=tokens)
+    require_at_least(0, seed=seed)
     corpus = run.corpus()
     limit = run.config.eval.final_tokens if tokens is None else tokens
     progress("loading the model")

@@ -22,14 +22,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from data.atomic import write_atomically
 from eval.canary import STEPS
 from eval.causality_certificate import PAIRS, Certificate, certify_config, certify_run
 from eval.causality_presets import markdown_table
 from eval.causality_report import audit_table, notes, to_json, verdict_lines
-from eval.command import run_command
+from eval.command import run_command, terminal
 from moe.config import ConfigError
 from training.config import Config
 from training.load_config import load_config
@@ -68,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--all takes nothing else: {' '.join([*overrides, *(['--json'] if options.json else [])])}")
         print(markdown_table())
         return
-    # A pipe has no width; 80 columns would cut the table.
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = terminal(160)
     target = Path(options.target)
     with console.status("opening") as status:
         if target.is_dir():

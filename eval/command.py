@@ -1,9 +1,11 @@
-"""How the commands of this room end: with their result, or with one line that says what is wrong."""
+"""What the commands of this room share: how they check numbers, print, and end with a line that says what is wrong."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+
+from rich.console import Console
 
 from training.checkpoint import CheckpointError
 from training.run import RunError
@@ -23,3 +25,19 @@ def run_command(main: Callable[[], None], error_status: int = 1) -> None:
         sys.exit(error_status)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def terminal(width: int = 120) -> Console:
+    """The console of a command. A pipe has no width, and 80 columns would cut the tables: it gets this one."""
+    return Console() if sys.stdout.isatty() else Console(width=width)
+
+
+def require_at_least(least: int, **values: int | None) -> None:
+    """Refuse a flag below what is allowed, by its name with underscores; one that was not given passes.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; allowed are {least} and above")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -28,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from data.atomic import write_atomically
+from data.atomic import write_json
 from data.corpus import Corpus
-from eval.command import run_command
+from eval.command import require_at_least, run_command, terminal
 from eval.intervals import IntervalUndefined, RatioBootstrap, Strata, holm, interval_values
 from eval.likelihood import Likelihood, Scores, evaluate
-from eval.report_tables import MISSING, Table, rich_table
+from eval.report_tables import MISSING, Table, print_table
 from training.run import Run, RunError
 
 FORMAT_VERSION = 1
@@ -71,18 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ValueError(f"--fail-if-worse-by is {margin}; allowed are 0 and above")
     if options.output is not None and options.output.is_dir():
         raise ValueError(f"--output {options.output} is a folder; name a file in it")
-    # A pipe has no width; 80 columns would cut the table.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     with console.status("opening") as status:
         run_a, run_b = Run.open(options.run_a), Run.open(options.run_b)
         found = compute(run_a, run_b, options.tokens, margin or 0.0, options.seed, status.update)
     path = options.output or run_b.folder / "eval" / "compare.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as file:
-        file.write((json.dumps(found, indent=1) + "\n").encode())
+    write_json(path, found)
     table = make_table(found)
-    console.print(rich_table(table))
-    console.print(table.note, style="dim", highlight=False)
+    print_table(console, table)
     console.print(verdict(found), style="bold", highlight=False)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if margin is not None and found["worse"]:
@@ -114,9 +108,8 @@ def compute(
         RunError: the runs have other held-out text.
         ValueError: a number is out of range, or a limit would choose other text for each run.
     """
-    for name, value, least in (("--tokens", tokens, 1), ("--seed", seed, 0)):
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; allowed are {least} and above")
+    require_at_least(1, tokens=tokens)
+    require_at_least(0, seed=seed)
     corpus_a, corpus_b = run_a.corpus(), run_b.corpus()
     same_corpus = corpus_a.sha256 == corpus_b.sha256
     if not same_corpus:
@@ -265,9 +258,7 @@ def _row(a: Likelihood, b: Likelihood, strata: Strata, margin: float, seed: int)
 
 
 def _document_digests(corpus: Corpus, domain: str) -> list[bytes]:
-    file = corpus.file("heldout", domain)
-    texts = (corpus.tokenizer.decode_bytes(file.document(number).tolist()) for number in range(len(file.start_M)))
-    return [hashlib.sha256(text).digest() for text in texts]
+    return [hashlib.sha256(text).digest() for text in corpus.documents("heldout", domain)]
 
 
 if __name__ == "__main__":

@@ -98,8 +98,7 @@ def heldout_sizes(tokenizer: tokenizers.Tokenizer, corpus: Corpus) -> dict[str, 
     """Of all held-out documents of each domain that has any."""
     sizes = {}
     for domain in corpus.domains:
-        file = corpus.file("heldout", domain)
-        texts = (corpus.tokenizer.decode(file.document(number)) for number in range(len(file.start_M)))
+        texts = (text.decode("utf-8", errors="replace") for text in corpus.documents("heldout", domain))
         size = text_size(tokenizer, texts)
         if size.tokens:
             sizes[domain] = size

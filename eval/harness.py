@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from data.atomic import write_atomically
-from eval.command import run_command
+from eval.command import require_at_least, run_command, terminal
 from eval.report_tables import Table, rich_table
 from eval.scoreboard import finite
 from eval.tasks.continuation import VARIANTS, continuation_questions, write_questions
@@ -64,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trust-code", action="store_true", help="let its YAML files name Python code to run")
     parser.add_argument("--limit", type=int, help="first so many questions of each task")
     options = parser.parse_args(arguments)
-    if options.limit is not None and options.limit < 1:
-        raise ValueError(f"--limit is {options.limit}; allowed are 1 and above")
+    require_at_least(1, limit=options.limit)
     if options.task_folder is not None and not options.trust_code:
         require_no_code(options.task_folder)
     try:
@@ -88,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {"run": run.folder.name, "step": checkpoint.step, "limit": options.limit, "results": found["results"]}
     with write_atomically(out / "harness.json") as file:
         file.write((json.dumps(finite(report), indent=1, default=str) + "\n").encode())
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     console.print(rich_table(results_table(report)))
     console.print(f"wrote {out / 'harness.json'}", highlight=False, soft_wrap=True)
 

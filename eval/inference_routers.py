@@ -27,6 +27,7 @@ from eval.calibration import (
     split_heldout,
     watched,
 )
+from eval.command import require_at_least
 from eval.likelihood import Likelihood, MixedWindows, Mode, NothingToScore, Scores
 from eval.parity import LOGIT_TOLERANCE, check_parity
 from eval.routing_recorder import RoutingRecorder
@@ -102,9 +103,7 @@ def compute(
     Raises:
         ValueError: a dense run, too little held-out text, or a number out of range.
     """
-    for name, value in (("--tokens", tokens), ("--rows", parity_rows)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; allowed are 1 and above")
+    require_at_least(1, tokens=tokens, rows=parity_rows)
     config = run.config
     if not config.moe.is_moe:
         raise ValueError(f"{run.folder} is a dense run, there is no router to compare: give a run with experts")
@@ -190,8 +189,7 @@ class Bench:
     @property
     def batch_rows(self) -> int:
         """Rows of one forward pass."""
-        logits_of_a_row = self.config.training.sequence_length * self.config.model.vocabulary_size
-        return max(1, min(likelihood.MOST_ROWS, likelihood.LOGITS // logits_of_a_row))
+        return likelihood.rows_of_a_pass(self.config)
 
     def as_trained(self, predictors: dict[int, Predictor], about: dict[str, Any] | None) -> dict[str, Any]:
         """The row of the training router, over the windows that fill routing groups.

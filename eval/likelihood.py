@@ -165,8 +165,7 @@ def evaluate(
     Raises:
         ValueError: there is nothing to score, a number is out of range, or the model's output is not a number.
     """
-    length = config.training.sequence_length
-    rows = max(1, min(MOST_ROWS, LOGITS // (length * config.model.vocabulary_size)))
+    length, rows = config.training.sequence_length, rows_of_a_pass(config)
     end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     if stride is None or stride == length:
         batches = heldout_windows(corpus, length, rows, tokens)
@@ -177,6 +176,11 @@ def evaluate(
     return evaluate_windows(
         model, batches, corpus.tokenizer.token_bytes_V, end_of_text, mode, recorder, rows_as_in_training
     )
+
+
+def rows_of_a_pass(config: Config) -> int:
+    """Rows of the training length whose logits fit into one forward pass."""
+    return max(1, min(MOST_ROWS, LOGITS // (config.training.sequence_length * config.model.vocabulary_size)))
 
 
 def evaluate_windows(

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from data.atomic import write_atomically
 from eval import figures
-from eval.command import run_command
-from eval.report_tables import markdown, rich_table, tables
+from eval.command import run_command, terminal
+from eval.report_tables import markdown, print_table, tables
 from eval.scoreboard import compute
 from training.run import Run
 
@@ -34,17 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="held-out tokens of each domain (default: the run's final_tokens)")
     parser.add_argument("--no-figures", action="store_true", help="write no figures (matplotlib is not needed then)")
     options = parser.parse_args(arguments)
-    # A pipe has no width; 80 columns would cut the tables.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     run = Run.open(options.run)
     with console.status("opening") as status:
         report = compute(run, options.tokens, status.update)
         status.update("writing")
         written = write_report(run, report, with_figures=not options.no_figures)
     for table in tables(report):
-        console.print(rich_table(table))
-        if table.note:
-            console.print(table.note, style="dim", highlight=False)
+        print_table(console, table)
         console.print()
     for path in written:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table as RichTable
 
 MISSING = "-"
@@ -120,6 +121,13 @@ def rich_table(table: Table) -> RichTable:
     for row in table.rows:
         made.add_row(*row, style="bold" if row[0].startswith("all ") else None)
     return made
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table and its note."""
+    console.print(rich_table(table))
+    if table.note:
+        console.print(table.note, style="dim", highlight=False)
 
 
 def _noncausal(report: dict[str, Any]) -> Table:

@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from data.atomic import write_atomically
 from eval.calibration import PREDICTOR_STEPS
-from eval.command import run_command
+from eval.command import run_command, terminal
 from eval.inference_routers import AS_TRAINED, PREDICTOR, RECALIBRATED, compute
 from eval.report_tables import MISSING, Table
 from moe.routers.registry import Verdict
@@ -62,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.predictor_steps < 1:
         raise ValueError(f"--predictor-steps {options.predictor_steps}: must be at least 1")
-    # A pipe has no width; 80 columns would cut the table.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = terminal()
     run = Run.open(options.run)
     with console.status("opening") as status:
         report = compute(run, options.tokens, options.rows, options.predictor_steps, status.update)

@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from data.atomic import write_atomically
-from eval.command import run_command
+from data.atomic import write_json
+from eval.command import require_at_least, run_command, terminal
 from eval.equivalent_perplexity import equivalents, heldout_sizes, load_tokenizer
 from eval.likelihood import evaluate
-from eval.report_tables import rich_table
+from eval.report_tables import print_table
 from eval.scoreboard import finite, fitted_baselines
 from eval.tasks.continuation import QUESTIONS, VARIANTS, continuation_questions
 from eval.tasks.loglikelihood import Scorer, model_scorer, ngram_scorer
@@ -197,10 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json: held-out perplexity in its terms")
     parser.add_argument("--tokens", type=int, help="for that: held-out tokens a domain (default: as the run's report)")
     options = parser.parse_args(arguments)
-    for name in ("limit", "tokens"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name} is {getattr(options, name)}; allowed are 1 and above")
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    require_at_least(1, limit=options.limit, tokens=options.tokens)
+    console = terminal(150)
     run, against = Run.open(options.run), [Run.open(folder) for folder in options.against]
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     names = options.tasks or ([] if options.requests else list(BUILT_IN))
@@ -215,13 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             scores = evaluate(run.model(), corpus, run.config, tokens)
             tables.append(equivalents(scores, heldout_sizes(tokenizer, corpus), Path(options.tokenizer).name))
         path = run.folder / "eval" / "tasks.json"
-        path.parent.mkdir(exist_ok=True)
-        with write_atomically(path) as file:
-            file.write((json.dumps(finite(report), indent=1) + "\n").encode())
+        write_json(path, finite(report))
     for table in tables:
         if table is not None:
-            console.print(rich_table(table))
-            console.print(table.note, style="dim", highlight=False)
+            print_table(console, table)
             console.print()
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 

@@ -17,6 +17,7 @@ from data.batches import heldout_windows
 from data.corpus import Corpus
 from eval import ngram
 from eval import routing_metrics as metrics
+from eval.command import require_at_least
 from eval.intervals import bits_per_byte_intervals
 from eval.likelihood import NothingToScore, Scores, evaluate, score
 from eval.routing_recorder import RoutingRecorder
@@ -40,8 +41,7 @@ def compute(run: Run, tokens: int | None = None, progress: Callable[[str], None]
     Returns:
         Plain data, as in report.json. A value that is not defined (nan) or not finite is None.
     """
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"--tokens is {tokens}; allowed are 1 and above")
+    require_at_least(1, tokens=tokens)
     config, corpus = run.config, run.corpus()
     tokens = config.eval.final_tokens if tokens is None else tokens
     progress("loading the model")

@@ -14,7 +14,7 @@ import torch
 
 from data.batches import document_numbers, heldout_windows
 from data.corpus import Corpus
-from eval.likelihood import LOGITS, MOST_ROWS
+from eval.likelihood import rows_of_a_pass
 from moe.model import Transformer, token_losses
 from moe.routing import Routing, RoutingContext
 from training.config import Config
@@ -108,8 +108,7 @@ def record(model: Transformer, corpus: Corpus, config: Config, tokens: int = TOK
     Raises:
         DataError: nothing is held out, or `tokens` is below 1.
     """
-    length = config.training.sequence_length
-    rows = max(1, min(MOST_ROWS, LOGITS // (length * config.model.vocabulary_size)))
+    length, rows = config.training.sequence_length, rows_of_a_pass(config)
     end_of_text = corpus.tokenizer.end_of_text
     layer_recorder = _LayerRecorder({layer.index: model.moe_config.num_experts for layer in model.moe_layers()})
     # Documents and rows are numbered over all domains.

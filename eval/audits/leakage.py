@@ -15,6 +15,7 @@ import numpy as np
 from data.batches import neighbouring_windows
 from data.corpus import Corpus
 from eval.audits.matches import longest_matches
+from eval.command import require_at_least
 from eval.generate import generate
 from eval.report_tables import Table
 from moe.model import Transformer
@@ -58,9 +59,7 @@ def audit_leakage(
     Raises:
         ValueError: a number is out of range, or no domain has prompts of both kinds.
     """
-    for name, value in (("--prompts", per_domain), ("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; allowed are 1 and above")
+    require_at_least(1, prompts=per_domain, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     generator = np.random.default_rng(seed)
     consumed = consumed_text(corpus, config, steps)
     prompts: dict[str, list[tuple[str, list[int]]]] = {"train": [], "heldout": []}

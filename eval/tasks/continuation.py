@@ -133,9 +133,8 @@ def _starts(text: bytes, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _documents(corpus: Corpus, domain: str) -> list[bytes]:
-    file, kept = corpus.file("heldout", domain), []
-    for number in range(len(file.start_M)):
-        text = corpus.tokenizer.decode_bytes(file.document(number))
+    kept = []
+    for text in corpus.documents("heldout", domain):
         try:
             text.decode()
         except UnicodeDecodeError:
